@@ -36,8 +36,8 @@ class PredictionWriter(pl.Callback):
 
     For a graph with entity types it writes a folder with a file per type.
 
-    A rank appends the rows of each batch to an unnamed temporary file, and finally copies them into a memory-mapped
-    file that all ranks share, so that it needs memory for the rows of one batch. The file is renamed when complete.
+    Each rank appends the rows of every batch to an unnamed temporary file, so it holds the rows of one batch in memory.
+    At the end it copies them into a memory-mapped file that all ranks share. The file is renamed when it is complete.
 
     Args:
         path: the file to write; see :func:`check_output`.
@@ -46,7 +46,7 @@ class PredictionWriter(pl.Callback):
             scores of classes, ``prediction`` (the best class); ``tsv`` and ``pbg_hdf5``: see
             :mod:`gtrain.callbacks.formats`.
         store: the graph.
-        strategy: the ranks.
+        strategy: its group has the ranks that write.
         embeddings: write embeddings instead of the output of ``predict_step``: the output of the module's
             ``embed(batch)``, or else the input of its network's last layer.
 
@@ -210,6 +210,7 @@ def last_layer(module: pl.LightningModule) -> nn.Module:
             hint="set embeddings=false to write the output of predict_step, or add embed(batch) to the module.",
         )
     layers = [layer for layer in _flat(network) if any(True for _ in layer.parameters())]
+    # A norm after the last convolution has parameters, but its input is already the scores.
     return [layer for layer in layers if "Norm" not in type(layer).__name__][-1]
 
 

@@ -1,4 +1,8 @@
-"""Who serves the job's key-value store, and where: through it processes find each other before they form a group."""
+"""The job's key-value store: its address, the process that serves it, and connections to it.
+
+Processes find each other through the store before they form a group. Under the agent, a process that the agent chooses
+serves it, on sockets that the agent bound. Under other launchers, the first process of the job serves it.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +28,14 @@ TIMEOUT_SECONDS = 1800.0
 _store: KeyValueStore | None = None
 _address: str | None = None
 _served: list[Any] = []
-_agreed = 0
+"""Listeners and servers of the store in the process that serves it; they close when they are collected."""
+_broadcasts = 0
+"""Calls of :func:`broadcast_text` so far: the key of the next one, equal on all ranks."""
 
 
 @dataclass(frozen=True)
 class JobNetwork:
-    """How the processes of a job reach each other.
+    """The machines of a job: which processes run where, and how machines reach each other.
 
     Attributes:
         key_file: path of the job's key file; None for a job on one machine.
@@ -76,7 +82,7 @@ class JobNetwork:
 
 
 def job_network(environment: ClusterEnvironment) -> JobNetwork:
-    """Return how the processes of this job reach each other."""
+    """Return the network of this process's job."""
     key_file = slots.roster().key_file
     if isinstance(environment, AgentEnvironment):
         job = environment.context
@@ -109,7 +115,7 @@ def await_end_of_store(address: str) -> PeerLostError | None:
 
 
 def store_address(environment: ClusterEnvironment) -> str:
-    """Return the address of the job's store; starts to serve it if that is this process's job."""
+    """Return the address of the job's store; starts the server if this process is the one that serves it."""
     global _address
     if _address is None:
         _address = _find_store(environment)
@@ -139,12 +145,12 @@ def _serve(sockets: list[socket.socket], pointer: str | None) -> None:
 
 def broadcast_text(environment: ClusterEnvironment, text: str) -> str:
     """Return rank 0's text on every rank; all ranks make the same calls in the same order."""
-    global _agreed
-    _agreed += 1
+    global _broadcasts
+    _broadcasts += 1
     store = job_store(environment).prefixed("gtrain-agreed")
     if environment.global_rank() == 0:
-        store.set(str(_agreed), text)
-    return store.get(str(_agreed)).decode()
+        store.set(str(_broadcasts), text)
+    return store.get(str(_broadcasts)).decode()
 
 
 def serve_store() -> None:

@@ -39,13 +39,14 @@ class Keeper:
             RankFailedError: names the keeper.
         """
         with contextlib.suppress(ChildProcessError):
+            # WNOWAIT leaves the status for the waitpid of stop_servers; SIGCHLD also reports other children.
             ended = os.waitid(os.P_PID, self._pid or 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if ended is not None and ended.si_code != os.CLD_EXITED:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 raise RankFailedError(
                     f"the keeper of the servers of machine {self._machine} (process {self._pid}) was killed by "
                     f"{signal.Signals(ended.si_status).name}, and its servers with it.",
-                    hint="the kernel kills with SIGKILL when memory runs out; ckpt_path=last goes on from the last "
+                    hint="the kernel kills with SIGKILL when memory runs out; ckpt_path=last resumes from the last "
                     "checkpoint.",
                 )
 
@@ -91,15 +92,16 @@ def keeper_for(rank_info: RankInfo, plans: Sequence[RolePlan], config: Any) -> I
         keeper.stop_servers()
 
 
-def _run_keeper(rank: int, line: int, rank_info: RankInfo, plans: Sequence[RolePlan], config: Any) -> None:
+def _run_keeper(rank: int, pipe: int, rank_info: RankInfo, plans: Sequence[RolePlan], config: Any) -> None:
     """Run the keeper in the forked process; never returns."""
     code = 0
     try:
         die_with_parent(rank)
-        os.setpgid(0, 0)
-        message = json.loads(os.read(line, 65536).split(b"\n")[0] or b"{}")
+        os.setpgid(0, 0)  # a Ctrl-C in the terminal then reaches the rank, which stops the servers in order
+        # The first line starts the servers; an empty object, or the end of the pipe, means that none are needed.
+        message = json.loads(os.read(pipe, 65536).split(b"\n")[0] or b"{}")
         if message:
-            job = _job(rank_info, plans, config, message, line)
+            job = _job(rank_info, plans, config, message, pipe)
             run(job, lambda: server_specs(job))
     except SystemExit:
         code = 1
@@ -112,7 +114,7 @@ def _run_keeper(rank: int, line: int, rank_info: RankInfo, plans: Sequence[RoleP
         os._exit(code)
 
 
-def _job(rank_info: RankInfo, plans: Sequence[RolePlan], config: Any, message: dict[str, Any], line: int) -> Job:
+def _job(rank_info: RankInfo, plans: Sequence[RolePlan], config: Any, message: dict[str, Any], pipe: int) -> Job:
     return Job(
         num_nodes=rank_info.machines,
         devices=rank_info.local_size,
@@ -124,7 +126,7 @@ def _job(rank_info: RankInfo, plans: Sequence[RolePlan], config: Any, message: d
         roles=plans,
         config=config,
         key_file=message["key_file"],
-        end_descriptor=line,
+        end_descriptor=pipe,
     )
 
 

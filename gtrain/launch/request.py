@@ -1,4 +1,4 @@
-"""The request that a launcher runs: a composed configuration, and what every launcher derives from it.
+"""The request that a launcher runs: a composed configuration, and the values that every launcher derives from it.
 
 Light: only ranks and servers import torch.
 """

@@ -1,4 +1,4 @@
-"""A process's place in its job, and its reports to the agent."""
+"""The slot of a process in its job (role, rank, machine), and the reports that it sends to the agent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one process in the job.
+    """The role, rank and machine of one process of the job; a restarted process has the slot of the one before.
 
     Attributes:
         role: ``worker``, or the name of a server role, such as ``parameter``.
@@ -58,7 +58,7 @@ class ServerRoster:
 
 @dataclass(frozen=True)
 class JobContext:
-    """What a forked process knows of itself, its job and its agent.
+    """The data that a forked process has of its slot, its job and its agent.
 
     Attributes:
         slot: this process.
@@ -72,7 +72,7 @@ class JobContext:
         host: host name of the store's machine.
         route: how other machines reach it; a loopback address if the whole job is on this machine.
         simulated: whether this machine simulates all machines of the job.
-        restarts: how many processes of this slot came before.
+        restarts: how many times the agent has restarted this slot.
         descriptor: the listening socket of a server, bound before the fork; None for a worker.
         address: the address of that socket; None for a worker.
         lasting_file: a file that outlives this process, see :class:`gtrain.launch.children.ProcessSpec`.

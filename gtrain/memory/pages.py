@@ -16,7 +16,7 @@ from torch import Tensor
 LARGE_PAGE = 2 << 20
 """Bytes of a huge page."""
 _MIN_BYTES = 2 * LARGE_PAGE
-"""Smaller tensors stay in small pages."""
+"""Smaller tensors are not aligned to huge pages: the padding would outweigh the gain."""
 _MADV_COLLAPSE = 25  # Linux 6.1; unlike MADV_HUGEPAGE it acts at once, on shared memory, whatever the system's settings
 _MAP_NORESERVE, _MAP_FIXED = 0x4000, 0x10
 

@@ -37,7 +37,7 @@ class BestScore:
 
 @dataclass(frozen=True)
 class EpochMetrics:
-    """Metrics, and for each the epoch, from 0, whose weights were measured.
+    """Metrics, each with the epoch (from 0) after which it was measured.
 
     Attributes:
         metrics: the newest values, and the best possible values (``data/best_acc``), which have no epoch.
@@ -68,7 +68,7 @@ def summary(
     choices: dict[str, str],
     data: GraphDataModule,
     recorder: RunRecorder,
-    dated: EpochMetrics,
+    epoch_metrics: EpochMetrics,
     ranks: list[dict[str, Any]],
     fit_seconds: float,
     resolved: dict[str, Any] | None = None,
@@ -81,7 +81,7 @@ def summary(
         choices: names of the chosen ``strategy``, ``data`` and ``model``.
         data: the DataModule.
         recorder: the callback that recorded the epochs.
-        dated: the metrics.
+        epoch_metrics: the metrics.
         ranks: the entries of workers and servers.
         fit_seconds: seconds of the whole training.
         resolved: settings that the strategy chose.
@@ -91,7 +91,7 @@ def summary(
     work, unit = data.work
     rate = work * len(recorder.epoch_seconds) / training if training else 0.0
     store = data.open_store()
-    partition, best = store.manifest.partition, dated.best
+    partition, best = store.manifest.partition, epoch_metrics.best
     return {
         "verb": config["verb"],
         **choices,
@@ -103,8 +103,8 @@ def summary(
         "epoch_seconds": recorder.epoch_seconds,
         "throughput": {"value": rate, "unit": unit},
         "resolved": resolved or {},
-        "metrics": {name: _number(value) for name, value in dated.metrics.items()},
-        "metrics_epoch": dated.epoch_of,
+        "metrics": {name: _number(value) for name, value in epoch_metrics.metrics.items()},
+        "metrics_epoch": epoch_metrics.epoch_of,
         "best": None if best is None else {"name": best.name, "value": _number(best.value), "epoch": best.epoch},
         "history": [{name: _number(value) for name, value in epoch.items()} for epoch in recorder.history],
         "ranks": ranks,
@@ -168,7 +168,7 @@ def _score(value: float | None) -> str:
 
 
 def _epoch(epoch: int | None) -> str:
-    """Return an epoch as people count, from 1, like the progress line."""
+    """Return an epoch counted from 1, as in the progress line."""
     return "-" if epoch is None else str(epoch + 1)
 
 

@@ -171,9 +171,9 @@ class Task:
         if strategy.is_global_zero:
             preparation = next((memory for _, _, memory in gathered if memory is not None), None)
             resolved = strategy.resolved_settings()
-            dated = report.EpochMetrics(metrics, epoch_of, best)
+            epoch_metrics = report.EpochMetrics(metrics, epoch_of, best)
             content = report.summary(
-                config, self.choices, data, recorder, dated, ranks, fit_seconds, resolved, preparation
+                config, self.choices, data, recorder, epoch_metrics, ranks, fit_seconds, resolved, preparation
             )
             report.write(run_dir / "summary.json", content)
             report.print_summary(content, run_dir)

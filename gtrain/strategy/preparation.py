@@ -55,7 +55,13 @@ def call_in_interpreter(function: Callable[[], Any], what: str, reason: str) -> 
             raise _killed(what, error.message.partition(";")[0]) from error
         except errors.GtrainError as error:  # the function's own errors arrive in the message
             memory = PeakMemory()
-            log.info("%s is this one: %s, and it cannot be copied: %s", what, reason, error.message)
+            log.info(
+                "preparing the store in this process, not in %s: a fork is unsafe (%s), and the data module cannot be "
+                "copied to a new interpreter (%s)",
+                what,
+                reason,
+                error.message,
+            )
             function()
             return memory.figures()
     return _memory_of(message)
@@ -104,8 +110,8 @@ def call_in_fork(function: Callable[[], Any], what: str) -> dict[str, int]:
 def _killed(what: str, how: str) -> errors.DataError:
     return errors.DataError(
         f"{what} {how}.",
-        hint="the kernel kills with SIGKILL when memory runs out: prepare the store by gtrain partition on a machine "
-        "with more, or give the data in a smaller form.",
+        hint="the kernel kills with SIGKILL when memory runs out: prepare the store with gtrain partition on a machine "
+        "with more memory, or reduce the data.",
     )
 
 

@@ -29,7 +29,7 @@ class PrefetchPlan:
     Attributes:
         threads: sampling threads.
         prefetch: batches that are sampled and whose remote rows are fetched ahead; 0 prepares each on demand.
-        lookahead: successive batches that request a remote row once, together.
+        lookahead: window of successive batches; a remote row that several of them need is requested once.
         overlap: assemble a batch while the previous one is in use.
         trim: whether layers may leave out what the seeds' results do not depend on.
     """
@@ -42,7 +42,7 @@ class PrefetchPlan:
 
 
 class SampledBatches:
-    """Batches of one split, in another order in each epoch if the loader shuffles.
+    """Batches of one split; each epoch has its own order if the loader shuffles.
 
     Args:
         loader: describes the split.

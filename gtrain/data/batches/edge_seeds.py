@@ -1,4 +1,4 @@
-"""Edges as seeds: the entries of a link task's batch in addition to the graph."""
+"""Edges as the seeds of a link task: their ends, their negatives, and the known edges for filtered ranking."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class EdgeSeeds:
     Attributes:
         index: int64 ``[2, S]``, sources (heads) and targets (tails).
         extra: ``type`` int64 (relation), ``weight`` (float), ``time`` int64, each ``[S]``, where the data has them.
-        known: what is true anywhere in the data, for filtered ranking; None on the train split.
+        known: the edges of all splits, which filtered ranking excludes; None on the train split.
         edge_type: the edge type of a heterogeneous graph; None in a homogeneous one.
         edge_id: int64 ``[S]``, positions among the split's edges of the source data.
-        negatives: draws false edges; None: there are none.
+        negatives: draws false edges; None: the batch has no false edges.
     """
 
     index: Tensor
@@ -52,11 +52,11 @@ class EdgeSeeds:
         return edges if self.negatives is None else self.negatives(edges, edge_id, epoch)
 
     def known_entries(self, chosen: Tensor) -> dict[str, Tensor]:
-        """Return what is true of the chosen seeds' ends: entries of the batch, none on the train split.
+        """Return the batch's entries for filtered ranking: all known answers of each chosen seed, in CSR form.
 
         Returns:
-            ``known_tail_ptr`` int64 ``[B + 1]`` with ``known_tail`` (all t such that (h, r, t) is in the data),
-            ``known_head_ptr`` and ``known_head`` alike.
+            ``known_tail_ptr`` int64 ``[B + 1]`` and ``known_tail`` (for seed (h, r, t) all t' such that (h, r, t') is
+            in the data), ``known_head_ptr`` and ``known_head`` alike. Empty on the train split.
         """
         if self.known is None:
             return {}
@@ -73,8 +73,8 @@ class KnownEdges:
 
     Args:
         index: sources and targets of every edge, train, val and test.
-        relation: relation of each, or None where there is one.
-        num_relations: R, where queries may have relations that none of these edges has.
+        relation: relation of each edge; None if the graph has only one relation.
+        num_relations: R. Needed if queries have relations with larger numbers than those of these edges.
 
     Shapes:
         index int64 ``[2, K]``, relation int64 ``[K]``.
@@ -94,7 +94,10 @@ class KnownEdges:
         """Return, for each of B queries (target, relation), the known sources: pointers [B + 1] and ids."""
         return self._lookup(self._by_target, target, relation)
 
+    # The index is a sorted array of keys: all answers of a query are one range, which two binary searches delimit.
+
     def _keys(self, node: Tensor, relation: Tensor | None) -> Tensor:
+        """Return one number per pair (node, relation)."""
         return node if relation is None else node * self._relations + relation
 
     def _sorted(self, node: Tensor, relation: Tensor | None, answer: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,10 +106,11 @@ class KnownEdges:
 
     def _lookup(self, table: tuple[Tensor, Tensor], node: Tensor, relation: Tensor | None) -> tuple[Tensor, Tensor]:
         keys, answers = table
-        wanted = self._keys(node, relation).contiguous()
-        begin = torch.searchsorted(keys, wanted)
-        count = torch.searchsorted(keys, wanted, right=True) - begin
+        queries = self._keys(node, relation).contiguous()
+        begin = torch.searchsorted(keys, queries)
+        count = torch.searchsorted(keys, queries, right=True) - begin
         pointer = torch.cat([count.new_zeros(1), count.cumsum(0)])
+        # position of each answer within its query's range: 0..count[i]-1 for query i, all queries end to end
         offset = torch.arange(int(pointer[-1])) - torch.repeat_interleave(pointer[:-1], count)
         return pointer, answers[torch.repeat_interleave(begin, count) + offset]
 
@@ -118,7 +122,7 @@ def edge_seeds(graph: Data | HeteroData, store: Store, split: str, negatives: Ne
         graph: the whole graph, its nodes in the order of the global ids.
         store: where the held-out edges are.
         split: ``train``: every edge that messages pass along; ``val`` or ``test``: those held out.
-        negatives: draws their false edges; None: there are none.
+        negatives: draws their false edges; None: the batches have no false edges.
     """
     edge_type: EdgeType | None = None
     if isinstance(graph, HeteroData):
@@ -150,9 +154,9 @@ def _held_out(store: Store, split: str, edge_type: EdgeType | None) -> _Edges:
     """Return the held-out edges of all parts, in the order of the source data."""
     edges = held_out_edges(store, split, edge_type)
     if not edges:
-        there = [name for name in _OPTIONAL if f"edge_{name}" in store.edge_tensors(edge_type)]
-        none = torch.empty(0, dtype=torch.int64)
-        return torch.stack([none, none]), none, dict.fromkeys(there, none)
+        names = [name for name in _OPTIONAL if f"edge_{name}" in store.edge_tensors(edge_type)]
+        empty = torch.empty(0, dtype=torch.int64)
+        return torch.stack([empty, empty]), empty, dict.fromkeys(names, empty)
     extra = {name: edges[f"edge_{name}"] for name in _OPTIONAL if f"edge_{name}" in edges}
     index = torch.stack([edges["source"], edges["target"]])
     return index, torch.arange(index.size(1)), extra

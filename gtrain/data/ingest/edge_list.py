@@ -32,7 +32,8 @@ MIN_EDGES_FOR_RATE = 100_000
 """Smallest number of edges for which the last line reports a rate."""
 
 MAX_SPARSE_NODES, MAX_NODES_PER_EDGE = 1 << 24, 32
-"""Integer ids that imply more nodes than both limits allow are rejected: they do not count from 0."""
+"""Limits of the largest integer id: a number of nodes, and a number per edge. Ids beyond both are rejected, because they
+are hashes or database keys rather than numbers from 0."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,7 @@ class _EdgeCollector:
         else:
             ids = rows.ids
             self._check_range(ids, rows)
+        # ids are interleaved: source, target, source, target, ...
         self._columns["source"].append(ids[0::2])
         self._columns["target"].append(ids[1::2])
         if rows.relation is not None:

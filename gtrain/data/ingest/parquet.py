@@ -92,6 +92,7 @@ class ParquetReader:
         columns = {role: _BatchColumn(self.path, name, batch.column(name), first) for role, name in self._names.items()}
         ends = columns["source"], columns["target"]
         ids: Keys | Ints
+        # both forms interleave the ends: source, target, source, target, ...
         if self.id_types.ids == "int":
             ids = np.stack([end.integers() for end in ends], axis=1).reshape(-1)
         else:
@@ -159,6 +160,7 @@ class _BatchColumn:
 
     def weights(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         values = np.asarray(self.values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False))
+        # the negated comparison is also true of NaN
         wrong = first_true(~(np.abs(values) <= np.finfo(np.float32).max))
         if wrong is not None:
             raise DataError(

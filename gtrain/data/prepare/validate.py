@@ -377,6 +377,7 @@ def _check_classes(y: Tensor, unlabelled: int | None, num_classes: int | None, o
                 hint=f"correct the label, or set data.num_classes={highest + 1}, or null to count the classes",
             )
         return num_classes
+    # A few classes may be absent from a sample. If most numbers are absent, the labels are codes, not 0..C-1.
     distinct = known.unique().numel()
     if 2 * distinct < highest + 1:
         raise DataError(

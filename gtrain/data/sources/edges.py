@@ -47,33 +47,34 @@ class EdgesData(GraphDataModule):
 
     def __init__(self, settings: EdgesConfig | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
-        given = self.settings
-        self.schema = DataSchema(given.entities, given.relations)
-        one_type = {key: getattr(given, key) for key in ("features", "labels", "num_nodes", "undirected")}
+        chosen = self.settings
+        self.schema = DataSchema(chosen.entities, chosen.relations)
+        one_type = {key: getattr(chosen, key) for key in ("features", "labels", "num_nodes", "undirected")}
         unsuited = [key for key, value in one_type.items() if value not in (None, False)]
         if (self.schema.is_typed or self.schema.featurized) and unsuited:
             raise ConfigError(
                 f"data.{unsuited[0]}={one_type[unsuited[0]]} was set with entity types, whose ids start at 0 in each.",
                 hint=f"remove data.{unsuited[0]}, or data.relations.",
             )
-        self.edge_sets: list[FileNames] = list(given.edge_sets or []) if given.path is None else [given.path]
+        self.edge_sets: list[FileNames] = list(chosen.edge_sets or []) if chosen.path is None else [chosen.path]
         self.format = EdgeFormat(
-            given.ids,
-            None if given.columns is None else tuple(given.columns),
-            given.weight,
-            given.relation,
-            given.time,
-            given.header,
-            given.separator,
-            given.comments,
+            chosen.ids,
+            None if chosen.columns is None else tuple(chosen.columns),
+            chosen.weight,
+            chosen.relation,
+            chosen.time,
+            chosen.header,
+            chosen.separator,
+            chosen.comments,
         )
-        self._node_files = NodeFiles(given.features, given.labels, self.root, self.unlabelled)
+        self._node_files = NodeFiles(chosen.features, chosen.labels, self.root, self.unlabelled)
 
     @property
     def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
-        """Whether there are features, labels and relations, from the settings."""
+        """The facts that the settings alone determine: whether the graph has features, labels and relations."""
         if self.schema.has_settings:
             return None
+        # The numbers are placeholders: only None or not None is known before the files are read.
         return {
             **OUTLINE,
             "num_features": None if self.settings.features is None else OUTLINE["num_features"],

@@ -32,7 +32,7 @@ class Columns:
         num_sources: M; None means N.
         weight: float32 or float64 ``[E]``, at least 0 and finite; an edge of weight 0 is never chosen. None: uniform.
         edge_time: int64 ``[E]``, ascending within each column. None: edges have no times.
-        loose_time: int64 ``[E]``, times of the edges' sources, in any order; replaces ``edge_time``, see
+        source_time: int64 ``[E]``, times of the edges' sources, in any order; replaces ``edge_time``, see
             :meth:`timed_by_sources`. None: not set.
         edge_id: int64 ``[E]``, the edge's position in the source data. None: unknown.
         first_target: added to a target's number to select its random stream: the part's first global id, if one part
@@ -48,14 +48,14 @@ class Columns:
     num_sources: int | None = None
     weight: Array | None = None
     edge_time: Array | None = None
-    loose_time: Array | None = None
+    source_time: Array | None = None
     edge_id: Array | None = None
     first_target: int = 0
     checked: bool = False
 
     def __post_init__(self) -> None:
         dtypes = {"indptr": ("i8",), "indices": ("i4", "i8"), "weight": ("f4", "f8"), "edge_time": ("i8",)}
-        for name, allowed in {**dtypes, "loose_time": ("i8",), "edge_id": ("i8",)}.items():
+        for name, allowed in {**dtypes, "source_time": ("i8",), "edge_id": ("i8",)}.items():
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, readable(getattr(self, name), name, allowed))
         if self.num_sources is None:
@@ -75,7 +75,7 @@ class Columns:
         return int(self.indices.size)
 
     def timed_by_sources(self, node_time: Any) -> Columns:
-        """Return the same edges with the time of each edge's source as ``loose_time``; needs 8 bytes per edge.
+        """Return the same edges with the time of each edge's source as ``source_time``; needs 8 bytes per edge.
 
         Args:
             node_time: int64 ``[M]``, the time of each source.
@@ -89,7 +89,7 @@ class Columns:
                 f"node_time has {times.size} values for {self.num_sources} source nodes.",
                 hint="give one time per node.",
             )
-        return replace(self, loose_time=times[self.indices], checked=True)
+        return replace(self, source_time=times[self.indices], checked=True)
 
     def check_weight(self) -> None:
         """Check all weights.
@@ -116,7 +116,7 @@ class Columns:
                 f"indptr {actual}; with {self.num_edges} edges it must run from 0 to {self.num_edges}.",
                 hint="give the columns' N + 1 offsets into indices.",
             )
-        for name in ("weight", "edge_time", "loose_time", "edge_id"):
+        for name in ("weight", "edge_time", "source_time", "edge_id"):
             array = getattr(self, name)
             if array is not None and array.size != self.num_edges:
                 raise DataError(

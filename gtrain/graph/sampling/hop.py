@@ -46,7 +46,7 @@ class Rule:
 
     def check(self, columns: Columns) -> None:
         """Raise DataError or ConfigError unless the rule can be applied to the columns."""
-        if self.temporal is not None and columns.edge_time is None and columns.loose_time is None:
+        if self.temporal is not None and columns.edge_time is None and columns.source_time is None:
             raise DataError(
                 f"temporal={self.temporal} is set, but neither edges nor source nodes have times.",
                 hint="set Columns(edge_time=...) or node_time=..., or temporal=None.",
@@ -186,16 +186,16 @@ def sample_hop(
 def choose(columns: Columns, frontier: Frontier, choice: Choice, edges: EdgeBuffer, work: SpanBuffer) -> None:
     """Append the chosen edges: ``position``, ``column`` (targets) and ``row`` (sources). Does not check its input."""
     begin, available = work.of(frontier.node.size)
-    if frontier.limit is None or columns.loose_time is not None:
+    if frontier.limit is None or columns.source_time is not None:
         spans.spans(columns.indptr, frontier.node, begin, available)
     else:
         spans.spans_until(columns.indptr, frontier.node, columns.edge_time, frontier.limit, begin, available)
     start = edges.size
-    if frontier.limit is None or columns.loose_time is None:
+    if frontier.limit is None or columns.source_time is None:
         _pick(begin, available, columns.weight, columns.indices, columns, frontier, choice, edges)
     elif choice.rule.temporal == "last" and choice.count >= 0:
         edges.reserve(spans.capacity(available, choice.count, False))
-        times = (columns.loose_time, frontier.limit)
+        times = (columns.source_time, frontier.limit)
         edges.size += reservoir.pick_latest(begin, available, *times, choice.count, frontier.target, *edges.free[:2])
         number.gather(columns.indices, edges.position[start : edges.size], edges.row[start : edges.size])
     else:
@@ -251,7 +251,7 @@ def _pick_candidates(
 ) -> None:
     """List the edges that are not too late, pick among the list, and translate its positions to the graph's."""
     candidate = work.candidates(int(available.sum()))
-    total = spans.candidates_until(columns.loose_time, frontier.limit, begin, available, candidate)
+    total = spans.candidates_until(columns.source_time, frontier.limit, begin, available, candidate)
     weight = None if columns.weight is None else work.weights(columns.weight, candidate[:total])
     start = edges.size
     _pick(begin, available, weight, read_only(candidate), columns, frontier, choice, edges)

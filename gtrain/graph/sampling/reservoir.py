@@ -1,6 +1,6 @@
 """Compiled kernels that pick edges by weight, or the latest edges by the times of their sources.
 
-Shapes as in :mod:`gtrain.graph.sampling.pick`; weight and loose_time ``(E,)`` or one entry per candidate.
+Shapes as in :mod:`gtrain.graph.sampling.pick`; weight and source_time ``(E,)`` or one entry per candidate.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _reservoir(weight: Array, count: int, first_number: Any, draw: int, keys: Ar
 def pick_latest(
     begin: Array,
     available: Array,
-    loose_time: Any,
+    source_time: Any,
     limit: Any,
     count: int,
     target: Array,
@@ -175,7 +175,7 @@ def pick_latest(
     for i in range(begin.size):
         size, latest, heap = 0, limit[i], position[edges:]
         for chosen in range(begin[i], begin[i] + available[i]):
-            time = loose_time[chosen]
+            time = source_time[chosen]
             if time > latest or count == 0:
                 continue
             if size < count:

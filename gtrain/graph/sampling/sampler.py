@@ -144,7 +144,7 @@ class HeteroNeighborSampler:
             return dict.fromkeys(self.graph, self.rule)
         rules = {}
         for edge_type, columns in self.graph.items():
-            has_times = columns.loose_time is not None or (self.node_time is None and columns.edge_time is not None)
+            has_times = columns.source_time is not None or (self.node_time is None and columns.edge_time is not None)
             rules[edge_type] = self.rule if has_times else Rule(self.rule.replace)
         if not any(rule.temporal for rule in rules.values()):
             raise DataError(

@@ -45,11 +45,11 @@ def spans_until(
 
 
 @njit(cache=True, nogil=True)
-def candidates_until(loose_time: Any, limit: Any, begin: Array, available: Array, candidate: Array) -> int:
+def candidates_until(source_time: Any, limit: Any, begin: Array, available: Array, candidate: Array) -> int:
     """List the in-edges not later than each frontier node's limit in ``candidate``.
 
     Args:
-        loose_time: time of each edge, in any order within a column.
+        source_time: time of each edge, in any order within a column.
         limit: latest time for each frontier node.
         begin: start of each span: on entry in the graph's columns, on return in ``candidate``.
         available: on entry the column's length, on return the number of candidates.
@@ -62,7 +62,7 @@ def candidates_until(loose_time: Any, limit: Any, begin: Array, available: Array
     for i in range(begin.size):
         first, latest = count, limit[i]
         for position in range(begin[i], begin[i] + available[i]):
-            if loose_time[position] <= latest:
+            if source_time[position] <= latest:
                 candidate[count] = position
                 count += 1
         begin[i] = first

@@ -181,7 +181,7 @@ class KGEmbedding(EdgeModel):
                 spec,
                 self.schema.entities,
                 negatives=replace(
-                    negatives, all=spec.all_negs, own=self_negs and spec.lhs == spec.rhs and not spec.all_negs
+                    negatives, all=spec.all_negs, self_negs=self_negs and spec.lhs == spec.rhs and not spec.all_negs
                 ),
                 **options,
             )
@@ -216,7 +216,7 @@ class KGEmbedding(EdgeModel):
             all_negs=negatives.all,
             head_negs=negatives.heads,
             tail_negs=negatives.tails,
-            self_negs=negatives.own,
+            self_negs=negatives.self_negs,
             max_norm=self.max_norm,
             shifts=(self.entities.shift(spec.lhs), self.entities.shift(spec.rhs)) if self.entities.shifts else None,
             relation_weight=None if weight is None else tuple(weight[relation] for relation in spec.relations),

@@ -1,7 +1,10 @@
 """The training loss of embeddings: true edges against the negatives of their chunk, by groups of relations.
 
-The losses are those of PyTorch-BigGraph (Lerer et al. 2019, section 3), before the sum over the edges. A negative that
-does not count has the score minus infinity.
+The losses are those of PyTorch-BigGraph (Lerer et al. 2019, section 3), before the sum over the edges. A masked
+negative has the score minus infinity, which adds nothing to any of the losses.
+
+Letters of shapes: B edges of a batch, C chunks, m slots of a chunk, u uniform negatives of a chunk, N entities of a
+type, D columns of an embedding.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from gtrain.model.kg.scores import EdgeScores
 LOSSES = ("ranking", "logistic", "softmax")
 
 LIMIT = 1 << 25
-"""Numbers per block of chunks, about: a larger batch is computed block by block, forward and backward."""
+"""Scores and rows, in numbers, that a block of chunks may take. A batch that needs more is computed block by block, and
+its backward pass recomputes each block."""
 
 RowLookup = Callable[[Tensor], Tensor]
 """Returns rows ``[..., D]`` of ids ``[...]``."""
@@ -35,6 +39,7 @@ def ranking(margin: float) -> LossFunction:
     """Return a loss: the sum over negatives of ``max(0, margin - true + false)``."""
 
     def loss(true: Tensor, false: Tensor) -> Tensor:
+        # relu(-inf) = 0, so masked negatives add nothing
         return (false - true.unsqueeze(-1) + margin).relu().sum(-1)
 
     return loss
@@ -69,8 +74,8 @@ class Triples:
     Attributes:
         head, relation, tail: int64 ``[B]``, ids of the source data, or ids within a group and its entity types.
         weight: float ``[B]``; None: all 1.
-        chunk: int64 ``[B]``, the number of each edge's chunk within its group in a step, if these edges are some whole
-            chunks of the step; None: they are all edges of the step.
+        chunk: int64 ``[B]``, the number of each edge's chunk within its group. Set if these edges are only some chunks
+            of a step, so that the negatives are those of the whole step; None: they are all edges of the step.
     """
 
     head: Tensor
@@ -93,11 +98,11 @@ class NegativeSampling:
     """Which negatives an edge is trained against.
 
     Attributes:
-        batch: edges per chunk, whose ends are each other's negatives; 0: they are not.
+        batch: edges per chunk that serve as each other's negatives; 0: no edge serves as a negative.
         uniform: nodes drawn for each chunk and side.
-        all: whether all nodes are negatives, instead of these two kinds.
+        all: whether all nodes are negatives; ``batch`` and ``uniform`` are then ignored.
         heads, tails: whether heads and whether tails are replaced.
-        own: whether an edge's own head is among the negatives of its tail, and its tail among those of its head.
+        self_negs: whether an edge's own head is among the negatives of its tail, and its tail among those of its head.
 
     Raises:
         ConfigError: an edge would have no negatives.
@@ -108,7 +113,7 @@ class NegativeSampling:
     all: bool
     heads: bool
     tails: bool
-    own: bool = False
+    self_negs: bool = False
 
     def __post_init__(self) -> None:
         settings = f"model.num_batch_negs={self.batch} and model.num_uniform_negs={self.uniform}"
@@ -200,6 +205,7 @@ class TrainingLoss:
         else:  # a relation's last chunk has empty slots: small chunks waste fewer
             chunk_size = min(LIMIT // most, -(-len(edges) // int(edges.relation.unique().numel())))
         chunks = in_order(edges.head, chunk_size) if reciprocal else by_relation(edges.relation, chunk_size)
+        # Numbers of one chunk: scores [m, candidates], and rows [candidates, D] unless all chunks share the same rows.
         chunk_size, dim = chunks.edge.size(1), self.scores.dimension
         candidates = most if every else chunk_size + self.negatives.uniform
         size = chunk_size * candidates + (0 if every and reciprocal else candidates * dim)
@@ -209,16 +215,17 @@ class TrainingLoss:
         self, tables: tuple[RowLookup, RowLookup], edges: Triples, chunks: EdgeChunks, drawn: Tensor
     ) -> Tensor:
         """Return the loss of each slot of these chunks, ``[C, m]``; drawn is ``[2, C, u]``, heads and tails."""
-        head, tail, relation = (ids[chunks.edge] for ids in (edges.head, edges.tail, edges.relation))
+        head, tail, relation = (ids[chunks.edge] for ids in (edges.head, edges.tail, edges.relation))  # each [C, m]
+        # rows [C, m, D] of the edges and [C, u, D] of the uniform negatives
         heads, more_heads, tails, more_tails = self._looked_up(tables, (head, drawn[0], tail, drawn[1]))
-        every_head, every_tail = self._everything(tables, head.device) if self.negatives.all else (None, None)
+        every_head, every_tail = self._all_rows(tables, head.device) if self.negatives.all else (None, None)
         losses = []
         if self.negatives.tails:
             losses.append(self._tail_loss(heads, relation, tails, more_tails, (head, tail), every_tail, chunks))
         if self.negatives.heads:
             queries = self._queries(self.scores.head_queries, tails, relation)
-            false = self._false(queries, heads, more_heads, head, every_head, chunks)
-            losses.append(self._side(queries, heads, tails, false, head == tail))
+            false = self._negative_scores(queries, heads, more_heads, head, every_head, chunks)
+            losses.append(self._side_loss(queries, heads, tails, false, head == tail))
         if self.n3:
             flat = (heads.flatten(0, 1), relation.flatten(), tails.flatten(0, 1))
             losses.append(self.n3 * self.scores.n3_norm(*flat).view(head.shape))
@@ -232,7 +239,7 @@ class TrainingLoss:
         pairs = [tables[end](torch.cat(ids[2 * end : 2 * end + 2], dim=1)) for end in (0, 1)]
         return [rows for end in (0, 1) for rows in pairs[end].split(widths[2 * end : 2 * end + 2], dim=1)]
 
-    def _everything(self, tables: tuple[RowLookup, RowLookup], device: torch.device) -> tuple[Tensor, Tensor]:
+    def _all_rows(self, tables: tuple[RowLookup, RowLookup], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return rows ``[1, N, D]`` of all heads and of all tails."""
         heads, tails = (torch.arange(size, device=device) for size in self.sizes)
         every_head = tables[0](heads).unsqueeze(0)
@@ -256,8 +263,8 @@ class TrainingLoss:
             tails, more = transformed[:, :chunk_size], transformed[:, chunk_size:]
             if everything is not None:
                 everything = self.scores.tail_candidates(everything.expand(len(tails), -1, -1), relation[:, 0])
-        false = self._false(queries, tails, more, ids[1], everything, chunks)
-        return self._side(queries, tails, heads, false, ids[0] == ids[1])
+        false = self._negative_scores(queries, tails, more, ids[1], everything, chunks)
+        return self._side_loss(queries, tails, heads, false, ids[0] == ids[1])
 
     def _queries(self, transform: Callable[[Tensor, Tensor], Tensor], rows: Tensor, relation: Tensor) -> Tensor:
         """Return queries ``[C, m, D]``, each transformed by its relation; static relations are one per chunk."""
@@ -265,7 +272,7 @@ class TrainingLoss:
             return transform(rows, relation[:, 0])
         return transform(rows.flatten(0, 1).unsqueeze(1), relation.flatten()).view(rows.shape)
 
-    def _false(
+    def _negative_scores(
         self, queries: Tensor, answers: Tensor, more: Tensor, ids: Tensor, everything: Tensor | None, chunks: EdgeChunks
     ) -> Tensor:
         """Return the scores ``[C, m, n]`` of the candidates of one side; minus infinity for those that do not count.
@@ -281,12 +288,12 @@ class TrainingLoss:
             return false.masked_fill(~chunks.negative_mask(more.size(1)), -torch.inf)
         return self.scores.all_pairs(queries, more)
 
-    def _side(self, queries: Tensor, answers: Tensor, given: Tensor, false: Tensor, loop: Tensor) -> Tensor:
-        """Return the loss ``[C, m]`` of the answers against these false scores and, with ``own``, the given ends."""
+    def _side_loss(self, queries: Tensor, answers: Tensor, given: Tensor, false: Tensor, loop: Tensor) -> Tensor:
+        """Return the loss ``[C, m]`` of the answers against false scores, and with ``self_negs`` also the given ends."""
         true = self.scores.pairs(queries, answers)
-        if self.negatives.own:
-            own = self.scores.pairs(queries, given).masked_fill(loop, -torch.inf)
-            false = torch.cat([false, own.unsqueeze(-1)], dim=-1)
+        if self.negatives.self_negs:
+            given_scores = self.scores.pairs(queries, given).masked_fill(loop, -torch.inf)
+            false = torch.cat([false, given_scores.unsqueeze(-1)], dim=-1)
         return self.loss(true, false)
 
 
@@ -348,9 +355,9 @@ class GroupedEdges(nn.Module):
         self.register_buffer("_local", local, persistent=False)
 
     def forward(self, edges: Triples) -> list[tuple[int, Tensor, Triples]]:
-        """Return the number of each group with edges, the positions of its edges ``[b]``, and these by the group's ids.
+        """Return the number of each group that has edges, the positions ``[b]`` of its edges, and the edges themselves.
 
-        Without any edges, return the first group.
+        Their ids are those within the group's relations and entity types. Without any edges, return the first group.
         """
         if len(self._schema.groups) == 1:
             return [(0, torch.arange(len(edges), device=edges.head.device), self._localized(0, edges))]

@@ -13,15 +13,16 @@ from gtrain.wire.zeromq.security import Security
 
 
 class Authenticator:
-    """Answers zmq's question for each connection: may this key connect?
+    """Accepts or refuses the CURVE key of each new connection.
 
-    Runs in its own thread, because handshakes go on while a handler of the server computes, and ends with the context.
+    Runs in a thread, so that handshakes proceed while a handler of the server computes. The thread ends with the
+    context.
 
     Args:
-        context: the server's; zmq authenticates within a context.
-        security: has the list of keys.
-        name: the server's, for the thread's name.
-        refusals: counts and logs the keys that are not on the list.
+        context: the server's context: zmq sends the requests of all its sockets to one handler per context.
+        security: has the list of the job's keys.
+        name: name of the server, which becomes part of the thread's name.
+        refusals: counts and logs refused keys.
     """
 
     def __init__(self, context: zmq.Context[Any], security: Security, name: str, refusals: RefusalLog) -> None:
@@ -44,10 +45,12 @@ class Authenticator:
         """Return the reply to one request: accept (200) or refuse (400) a key."""
         if len(request) < 6 or request[0] != b"1.0":
             return [b"1.0", request[1] if len(request) > 1 else b"", b"500", b"not ZAP 1.0", b"", b""]
+        # RFC 27: version, request id, domain, address, identity, mechanism, credentials (for CURVE the client's key).
+        # The reply: version, request id, status code, status text, user id, metadata.
         number, address, mechanism = request[1], request[3].decode(errors="replace"), request[5]
         key = z85.encode(request[6]).decode() if mechanism == b"CURVE" and len(request[6:]) == 1 else ""
         if self._security.admits(key):
             return [b"1.0", number, b"200", b"OK", key.encode(), b""]
         self._refusals.count()
-        self._refusals.report(address, f"its key {key} is not of this job")
-        return [b"1.0", number, b"400", b"this key is not of this job", b"", b""]
+        self._refusals.report(address, f"its key {key} does not belong to this job")
+        return [b"1.0", number, b"400", b"this key does not belong to this job", b"", b""]

@@ -1,9 +1,9 @@
-"""Which tables get loops that are compiled for their width.
+"""The size from which a table's kernels are compiled for its row width.
 
-With a constant row length the compiler unrolls the loop over a row's cache lines and shortens those over its numbers,
-so more rows are in flight while memory responds. On blocks of 2^19 rows of 200 numbers products took 3.5 ms instead of
-4.2 ms, updates 5.5 instead of 6.2; with 52 numbers 0.28 instead of 0.32, and 0.54 instead of 0.61. Each width is
-compiled once per machine, in a second or two, and cached on its disk.
+With a constant row width the compiler unrolls the loop over a row's cache lines and shortens the loops over its
+numbers, so more rows are in flight while memory responds. On blocks of 2^19 rows of 200 numbers, products took 3.5 ms
+instead of 4.2 ms, and updates 5.5 ms instead of 6.2 ms; with 52 numbers 0.28 ms instead of 0.32 ms, and 0.54 ms instead
+of 0.61 ms. Each width is compiled once per machine, in one or two seconds, and cached on disk.
 """
 
 from __future__ import annotations

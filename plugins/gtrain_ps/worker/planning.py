@@ -96,10 +96,10 @@ def estimate_load(loader: SeedLoader, workers: int) -> tuple[Load, bool]:
     store = loader.store
     if not is_rows(store):
         features = [
-            as_csr(store.node("x", part, kind))
-            for kind in store.node_types
+            as_csr(store.node("x", part, node_type))
+            for node_type in store.node_types
             for part in range(store.num_parts)
-            if "x" in store.node_tensors(kind) and store.node("x", part, kind).layout == torch.sparse_csr
+            if "x" in store.node_tensors(node_type) and store.node("x", part, node_type).layout == torch.sparse_csr
         ]
         ids = torch.cat([rows.ids for rows in features]) if features else torch.empty(0)
         count = sum(rows.num_rows for rows in features)

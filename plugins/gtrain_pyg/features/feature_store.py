@@ -39,7 +39,7 @@ _NO_CACHE: tuple[Array, Array] = read_only(np.empty(0, np.uint64)), read_only(np
 Ids = Mapping[NodeOrEdgeType, Any]
 Tables = Mapping[NodeOrEdgeType, Mapping[str, FeatureTable]]
 HELD_BATCHES = 1
-"""Received rows are held for later batches while they take at most the bytes of this many batches' rows."""
+"""Received rows stay in memory for later batches, up to the bytes of all rows of this many (largest) batches."""
 
 
 @dataclass
@@ -138,7 +138,12 @@ class FeatureStore:
             )
 
     def get(self, batches: Sequence[Ids]) -> list[dict[NodeOrEdgeType, dict[str, Tensor]]]:
-        """Return the tensors of some batches, which request a remote row once; raises as :meth:`prefetch`."""
+        """Return the tensors of several batches; a remote row that they share is requested once.
+
+        Raises:
+            DataError: an id is out of range.
+            WireError: an owner cannot be reached.
+        """
         prefetcher = self.prefetcher(max(1, len(batches)))
         return [pending.get() for pending in [prefetcher.prefetch(batch) for batch in batches]]
 
@@ -159,7 +164,7 @@ class FeatureStore:
         """Return a prefetcher of successive batches.
 
         Args:
-            batches: most successive batches that request a remote row once, together.
+            batches: the window: a remote row that several of this many successive batches need is requested once.
             names: a selection of the tensors; None: all.
             as_stored: keep the dtype of floats in the store.
         """
@@ -181,7 +186,7 @@ class FeatureStore:
         return Prefetcher(self, tables, histories, batches, None if as_stored else self.dtype)
 
     def set_cache(self, cache: FeatureCache) -> None:
-        """Serve the rows in a cache from it from now on."""
+        """Read the rows that a cache holds from the cache from now on."""
         for node_type, arrays in cache.arrays.items():
             for name, table in self._tables[node_type].items():
                 table.set_segment(self._hosted.parts, [arrays[f"{name}.{i}"] for i in range(len(table.bases))])
@@ -268,7 +273,7 @@ class Prefetcher:
         features: serves the rows.
         tables: the tensors, by type and name.
         histories: by type, the rows that recent batches requested.
-        batches: most batches that request a row once, together.
+        batches: the window of successive batches that request a shared row once.
         dtype: of floating tensors; None: as stored.
     """
 
@@ -306,6 +311,7 @@ class Prefetcher:
         nbytes = sum(self._row_bytes[graph_type] * lookup.ids.size for graph_type, lookup in lookups.items())
         self._largest_batch = max(self._largest_batch, nbytes)
         self._release()
+        # Rows that batches from `oldest` on requested are still in memory, so this batch does not request them again.
         oldest = self._sequence - len(self._recent)
         missing: dict[NodeOrEdgeType, RowRequest] = {}
         segments: dict[NodeOrEdgeType, int] = {}
@@ -363,7 +369,9 @@ class PendingBatch:
         if self._lookups is None:
             raise ValueError("the batch's tensors were taken before, and its ids are released")
         lookups, self._lookups = self._lookups, None
-        waits = not all(requests.arrived for requests in self._requests)  # otherwise one pass copies all rows
+        # While replies are in transit, hosted and cached rows are copied. If all have arrived, one pass copies all
+        # rows.
+        waits = not all(requests.arrived for requests in self._requests)
         started = {t: self._copy_local(t, lookup) if waits and lookup.missed else {} for t, lookup in lookups.items()}
         for requests in self._requests:
             requests.receive()

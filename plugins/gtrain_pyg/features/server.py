@@ -78,7 +78,7 @@ class RowServer:
         """Return the locations of rows of one part."""
         if part not in self._hosted.hosted:
             raise DataError(
-                f"received a request for rows of part {part}, and hosts {self._hosted.hosted}",
+                f"received a request for rows of part {part}; this rank hosts parts {self._hosted.hosted}",
                 hint="start all ranks from the same configuration",
             )
         offsets = self._hosted.offsets(graph_type)

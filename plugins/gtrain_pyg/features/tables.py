@@ -1,6 +1,7 @@
-"""Tensors of node types and edge types as rows in segments of memory, see :mod:`gtrain_pyg.features.kernels`.
+"""Feature tables: the rows of one tensor of a node type or edge type, in several segments of memory.
 
-A rank hosts tensors of the store, by memory map, and tensors that it computed.
+A segment is the memory of one hosted part, of the cache, or of received replies; :mod:`gtrain_pyg.features.kernels`
+describes how rows are located. A rank hosts tensors of the store, which it maps into memory, and computed tensors.
 """
 
 from __future__ import annotations

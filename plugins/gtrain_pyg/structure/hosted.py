@@ -191,7 +191,9 @@ class _ColumnReader:
         if inputs.has_times(self._store, edge_type):
             if inputs.node_time is not None:
                 maker = part if part in self._hosting.parts else self._maker
-                times["loose_time"] = self._source_times(f"{_key(edge_type)}-{part}", maker, edge_type, inputs, indices)
+                times["source_time"] = self._source_times(
+                    f"{_key(edge_type)}-{part}", maker, edge_type, inputs, indices
+                )
             else:
                 name = str(inputs.edge_time)
                 times = _edge_times(self._edge(edge_type, part, name), indptr, name)
@@ -249,7 +251,7 @@ class _ColumnReader:
             if inputs.node_time is None:
                 more |= _edge_times(tensor(str(inputs.edge_time)), edges["indptr"], str(inputs.edge_time))
             else:
-                more["loose_time"] = self._source_times(
+                more["source_time"] = self._source_times(
                     f"replica-{key}", self._maker, edge_type, inputs, edges["indices"]
                 )
         size = self._book.count(edge_type[0])
@@ -277,7 +279,7 @@ def _edge_times(times: Array, indptr: Array, name: str) -> dict[str, Array]:
     checked = readable(times, name, ("i8",))
     if name == SORTED_TIME or spans.first_unsorted(readable(indptr, "indptr", ("i8",)), checked) < 0:
         return {"edge_time": checked}
-    return {"loose_time": np.asarray(checked)}
+    return {"source_time": np.asarray(checked)}
 
 
 def source_times(store: Store, book: PartBook, node_type: str, name: str, indices: Array) -> Array:

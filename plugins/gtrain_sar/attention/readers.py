@@ -1,4 +1,9 @@
-"""The edges of other ranks that read this rank's rows, for the backward pass of attention at the sources' owner."""
+"""The backward pass of attention at the owner of the sources, for the edges by which other ranks read its rows.
+
+Instead of fetching the sources' rows again, the rank that owns the targets (the *reader*) sends the targets' rows of the
+backward pass, such as their gradients, to the owner of the sources. The owner computes the gradients of its sources,
+whose rows it has, and replies with the targets' share. It knows the reader's edges, which are exchanged once.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +24,14 @@ LEAST_ROWS = 1 << 9  # the last messages are small, so that little work remains 
 
 @dataclass
 class ReaderEdges:
-    """Edges of one message, as the owner of their sources needs them.
+    """One message in each direction: the rows that this rank sends as a reader, and the edges it serves as an owner.
 
     Attributes:
-        round: of the exchange.
-        piece: number of the message in its round; each number has its tag.
-        targets: distinct local targets of the round's block, int64 [T], ascending: the rows that this rank sends to the
-            owner.
-        edges: the reader's edges by local source; columns are positions among the rows that the reader sends.
+        round: number of the exchange's round, which determines both peers.
+        piece: number of the message within its round; each number has a tag of its own.
+        targets: int64 [T], ascending, distinct local targets: the rows that this rank sends to the owner of its
+            sources.
+        edges: the reader's edges, by this rank's local sources; columns are positions among the rows that it sends.
         num_targets: rows that the reader sends.
     """
 
@@ -42,9 +47,9 @@ class ReaderPlan:
     """All messages of a backward pass in order, and the traffic that they cause.
 
     Attributes:
-        messages: of this rank; :func:`piece_sizes` divides those of a round.
-        pieces: the most messages that a round has on any rank.
-        over_halo: rows sent by all ranks, divided by the rows of their halos.
+        messages: this rank's messages; :func:`piece_sizes` divides the rows of a round.
+        pieces: the largest number of messages of a round, over all ranks.
+        over_halo: rows that all ranks send, divided by the rows of all halos.
         num_local: rows that this rank owns.
     """
 
@@ -55,21 +60,25 @@ class ReaderPlan:
     _finished: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def saves_traffic(self, mode: int) -> bool:
-        """Whether it sends no more than fetching rows again (in mode 1) and sending their gradients."""
+        """Whether this plan sends no more rows than the ordinary backward pass."""
+        # The ordinary pass sends each halo row's gradient to its owner, and in mode 1 fetches the halo rows again.
         return self.over_halo <= (2 if mode == 1 else 1)
 
     def rows_by_completion(self, lag: int) -> list[Tensor]:
-        """Return local rows, int64, by the time at which their gradients are complete.
-
-        The times are: before message 0 is processed, after each message, and at the end.
+        """Group the local rows by the step after which their gradients are complete.
 
         Args:
-            lag: the answer to message k has arrived once message k + lag is processed, or at the end.
+            lag: the reply to message k has arrived once message k + lag is processed, or at the end.
+
+        Returns:
+            Local rows, int64: those complete before message 0 is processed, then after each message, then at the end.
         """
         if lag not in self._finished:
             count = len(self.messages)
             complete = torch.zeros(self.num_local, dtype=torch.int64)
             answered = torch.zeros_like(complete)
+            # A row gets gradients as a source (when the last message with its edges is processed) and as a target (when
+            # the reply to the last message with its row has arrived): the later of the two.
             for k, message in enumerate(self.messages):
                 complete[message.edges.rows.cpu()] = k + 1
                 answered[message.targets.cpu()] = min(k + lag, count) + 1
@@ -95,7 +104,7 @@ def piece_sizes(rows: int) -> list[int]:
 
 
 def _exchange_edges(blocks: EdgeBlocks) -> ReaderPlan:
-    """Tell the owners of the sources which edges read them."""
+    """Send each owner the edges that read its rows, and receive the edges that read this rank's rows."""
     exchange, hashed = blocks.exchange, blocks.hashed
     group, tag = exchange.group, exchange.group.next_tag()
     targets = [block.by_target.rows for block in hashed]

@@ -77,6 +77,8 @@ def _is_linear(call: PropagateCall) -> bool:
         with softmax_replaced(call.conv, replacement), replayed_random(state):
             return call.message_of(edges, tensors)
 
+    # Linear in the coefficients, head by head: doubling them doubles the messages, and a zero for one head (or one
+    # edge) zeroes that head's message and no other. Random masks are replayed, so that all runs see the same ones.
     once, twice, masked = run(lambda a: a), run(lambda a: 2 * a), run(_without_first)
     if len(coefficients) != 3 or coefficients[0].dim() > once.dim() or coefficients[0].dim() > 2:
         return False
@@ -176,7 +178,11 @@ def _logits(call: PropagateCall, r: int, tensors: list[Tensor]) -> Tensor:
 class _RunningSoftmax:
     """Sum of messages with coefficients ``exp(logit - top)``, rescaled when a block has a larger logit.
 
-    The online softmax of :mod:`gtrain_sar.kernels.attention`, for the messages of any convolution.
+    The online softmax (Milakov & Gimelshein 2018, algorithm 3) of :mod:`gtrain_sar.kernels.attention`, for the messages
+    of any convolution.
+
+    Shapes:
+        top and total ``(targets, heads)``, out ``(targets, heads, channels)``.
     """
 
     def __init__(self, call: PropagateCall) -> None:
@@ -198,7 +204,9 @@ class _RunningSoftmax:
         if self.top is None or self.total is None:
             self.top, self.total = logits.new_full(shape, float("-inf")), logits.new_zeros(shape)
         expanded = index.view(-1, *[1] * (logits.dim() - 1)).expand_as(logits)
+        # m' = max(m, max_j l_j);  s' = s * exp(m - m') + sum_j exp(l_j - m');  out' = out * exp(m - m') + ...
         top = self.top.scatter_reduce(0, expanded, logits, "amax")
+        # -inf - -inf is NaN: targets without an edge so far have nothing to rescale.
         rescale = torch.where(top == float("-inf"), 0.0, (self.top - top).exp())
         coefficients = (logits - top.index_select(0, index)).exp()
         self.total = (self.total * rescale).scatter_add_(0, expanded, coefficients)
@@ -236,6 +244,8 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         *saved, out, lse = ctx.saved_tensors
+        # out = sum_k a_k m_k, so the sum over a target's edges of a_k g_k, with g_k = gradient . m_k, is gradient .
+        # out. It is known before any block is recomputed (as in FlashAttention, Dao et al. 2022, appendix B.2).
         delta = _per_head(gradient * out, lse) if lse.numel() else lse
         replay = Replay(ctx.call, saved, list(ctx.needs_input_grad[2:]))
 

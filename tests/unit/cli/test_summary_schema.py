@@ -40,8 +40,8 @@ def content(tmp_path: Path) -> dict[str, Any]:
         "data/best_acc": 0.9,
     }
     epoch_of = {"val/acc": 11, "test/acc": 6, "test/loss": 6, "test/auc": 6}
-    dated = report.EpochMetrics(metrics, epoch_of, report.BestScore("val/acc", 0.625, 6))
-    made = report.summary(config, choices, data, recorder, dated, ranks, 2.5, {"strategy.matmul": "int8"})
+    epoch_metrics = report.EpochMetrics(metrics, epoch_of, report.BestScore("val/acc", 0.625, 6))
+    made = report.summary(config, choices, data, recorder, epoch_metrics, ranks, 2.5, {"strategy.matmul": "int8"})
     report.write(tmp_path / "summary.json", made)
     loaded: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
     return loaded

@@ -429,7 +429,7 @@ def test_rows_that_an_owner_does_not_have(ranks: Ranks) -> None:
     fields = {"store": _store_of(ranks), "part": 1, "wants": [_want(["x"], ["float32"])]}
     with pytest.raises(RemoteError, match="received a request for rows -1 to 0 of node in part 1"):
         peers.request(1, "rows", fields, [torch.tensor([0, -1])]).result()
-    with pytest.raises(RemoteError, match=r"received a request for rows of part 2, and hosts \[1\]"):
+    with pytest.raises(RemoteError, match=r"received a request for rows of part 2; this rank hosts parts \[1\]"):
         peers.request(1, "rows", {**fields, "part": 2}, [torch.tensor([0])]).result()
     with pytest.raises(RemoteError, match="no node tensor of node called 'z'"):
         peers.request(1, "rows", {**fields, "wants": [_want(["z"], ["float32"])]}, [torch.tensor([0])]).result()

@@ -137,7 +137,7 @@ REFUSED = {
     "a key that is not on the list": (
         dataclasses.replace(OTHER, server_public=KEYS.server_public),
         "this process's key is not on its list",
-        f"refused a connection from 127.0.0.1: its key {OTHER.client_public} is not of this job",
+        f"refused a connection from 127.0.0.1: its key {OTHER.client_public} does not belong to this job",
     ),
     "no key": (None, "this process has no keys and it asks for them", "it has no keys, or ended the handshake"),
     "another server's key": (OTHER, "the keys are probably another job's", "it does not know this job's keys"),
