@@ -32,8 +32,8 @@ MIN_EDGES_FOR_RATE = 100_000
 """Smallest number of edges for which the last line reports a rate."""
 
 MAX_SPARSE_NODES, MAX_NODES_PER_EDGE = 1 << 24, 32
-"""Limits of the largest integer id: a number of nodes, and a number per edge. Ids beyond both are rejected, because they
-are hashes or database keys rather than numbers from 0."""
+"""Limits of the largest integer id: a number of nodes, and a number per edge. Ids beyond both are rejected: they are
+hashes or database keys rather than numbers from 0."""
 
 
 @dataclass(frozen=True)

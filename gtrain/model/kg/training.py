@@ -289,7 +289,7 @@ class TrainingLoss:
         return self.scores.all_pairs(queries, more)
 
     def _side_loss(self, queries: Tensor, answers: Tensor, given: Tensor, false: Tensor, loop: Tensor) -> Tensor:
-        """Return the loss ``[C, m]`` of the answers against false scores, and with ``self_negs`` also the given ends."""
+        """Return the loss ``[C, m]`` of the answers against false scores, and with ``self_negs`` the given ends."""
         true = self.scores.pairs(queries, answers)
         if self.negatives.self_negs:
             given_scores = self.scores.pairs(queries, given).masked_fill(loop, -torch.inf)

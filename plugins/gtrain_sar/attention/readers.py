@@ -1,8 +1,8 @@
 """The backward pass of attention at the owner of the sources, for the edges by which other ranks read its rows.
 
-Instead of fetching the sources' rows again, the rank that owns the targets (the *reader*) sends the targets' rows of the
-backward pass, such as their gradients, to the owner of the sources. The owner computes the gradients of its sources,
-whose rows it has, and replies with the targets' share. It knows the reader's edges, which are exchanged once.
+Instead of fetching the sources' rows again, the rank that owns the targets (the *reader*) sends rows of its targets,
+such as their gradients, to the owner of the sources. The owner computes the gradients of its sources, whose rows it
+has, and replies with those of the targets. It knows the reader's edges, which are exchanged once.
 """
 
 from __future__ import annotations
