@@ -1,4 +1,4 @@
-"""The settings of the data sources, group ``data``; light, so that composing a configuration imports no torch."""
+"""The settings of the data sources, group ``data``. Light: composing a configuration imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ENTRIES = "list or null"
 
 @dataclass
 class DataConfig(Settings):
-    """Settings that every source has."""
+    """The settings of every source."""
 
     group: ClassVar[str] = "data"
     _target_: str = MISSING
@@ -28,87 +28,87 @@ class DataConfig(Settings):
     store: str = setting("data/stores", "folder of the partitioned stores", follows="${paths.stores}")
     num_parts: int | None = setting(
         None,
-        "parts to cut the graph into; null: one for each rank, with `strategy=ps` one, with `strategy=pbg` one for "
-        "each partition",
+        "number of parts; null: one per rank, `strategy=ps`: one, `strategy=pbg`: one per partition",
     )
     partitioner: str = setting(
         "auto",
-        "how the graph is cut, see [partitioners](data.md#partitioners)",
+        "how the graph is partitioned, see [partitioners](data.md#partitioners)",
         words=("auto", "metis", "random", "file", "ldg", "fennel"),
     )
     partition_path: str | None = setting(
-        None, "the part of each node, for `data.partitioner=file`: `.npy`, or text with one integer for each node"
+        None, "the part of each node, for `data.partitioner=file`: `.npy`, or text with one integer per node"
     )
     split: str = setting(
         "public",
-        "which nodes, or edges, train, validate and test",
+        "how nodes or edges are divided into train, validation and test",
         words={
-            "public": "the data's own masks, or its held-out edges",
+            "public": "the masks or held-out edges of the data",
             "random": "fractions of the labelled nodes, or of the edges",
-            "per_class": "a number of nodes of each class; the rest tests",
-            "time": "fractions, earliest first: the past trains, the future tests",
+            "per_class": "a number of nodes per class; the others test",
+            "time": "fractions in the order of time: the earliest train, the latest test",
         },
     )
-    split_index: int = setting(0, "which of several published splits")
-    train_fraction: float = setting(0.6, "`random`, `time`: share of the labelled nodes or of the edges that trains")
-    val_fraction: float = setting(0.2, "`random`, `time`: share that validates; the rest tests")
-    train_per_class: int = setting(20, "`per_class`: nodes of each class that train")
-    val_per_class: int = setting(30, "`per_class`: nodes of each class that validate; the rest tests")
-    normalize_features: bool = setting(False, "scale each row of the features to the sum 1")
+    split_index: int = setting(0, "index of the published split, if the data has several")
+    train_fraction: float = setting(0.6, "`random`, `time`: fraction of the labelled nodes or of the edges to train on")
+    val_fraction: float = setting(0.2, "`random`, `time`: fraction to validate on; the rest is the test split")
+    train_per_class: int = setting(20, "`per_class`: training nodes per class")
+    val_per_class: int = setting(30, "`per_class`: validation nodes per class; the others test")
+    normalize_features: bool = setting(False, "scale each row of the features to sum to 1")
     seed: int = setting(
-        0, "of the generated graph, the split, the partitioner and the order of batches", follows="${seed}"
+        0, "seed of the generated graph, the split, the partitioner and the order of batches", follows="${seed}"
     )
-    batch_size: int | None = setting(None, "seeds of one optimizer step over all ranks; null: full batch")
+    batch_size: int | None = setting(None, "seeds per optimizer step, over all ranks; null: full batch")
     num_neighbors: Any = setting(
         None,
-        "neighbours that strategies that sample draw for each hop, such as `[15,10]`; -1: all; null: all of every hop; "
-        "by edge type too, see [sampling](data.md#sampling)",
+        "fan-out: neighbours per node and hop for strategies that sample, such as `[15,10]`; -1: all neighbours of "
+        "that hop; null: all of every hop; also by edge type, see [sampling](data.md#sampling)",
         type="list of int, or of lists by edge type, or null",
     )
-    replace: bool = setting(False, "draw neighbours with replacement")
+    replace: bool = setting(False, "sample neighbours with replacement")
     disjoint: bool = setting(False, "sample a separate subgraph for each seed")
     subgraph_type: str = setting(
         "directional",
-        "edges of a sampled subgraph",
+        "which edges a sampled subgraph has",
         words={
-            "directional": "those that were drawn",
-            "bidirectional": "these and the reverse of each",
-            "induced": "every edge between nodes that were drawn",
+            "directional": "the sampled edges",
+            "bidirectional": "the sampled edges and their reverses",
+            "induced": "all edges between sampled nodes",
         },
     )
     temporal_strategy: str | None = setting(
         None,
-        "selection among the neighbours that are not later than their seed; null: ignore times",
-        words={"uniform": "any of them", "last": "the latest of them"},
+        "how to sample among the neighbours that are not later than the seed; null: ignore times",
+        words={"uniform": "uniformly", "last": "the latest ones"},
     )
     time_attr: str | None = setting(
         None,
-        "the times of neighbours; null: the first of these that the graph has",
-        words={"time": "of nodes", "edge_time": "of edges"},
+        "tensor with the times of neighbours; null: the first of these that the graph has",
+        words={"time": "times of nodes", "edge_time": "times of edges"},
     )
     weight_attr: str | None = setting(
         None, "edge tensor with the sampling weights of neighbours, such as `edge_weight`"
     )
     neg_sampling: str | None = setting(
         None,
-        "false edges in the batch, in the form of PyG's link loaders, for models of your own that predict edges",
+        "negative edges in the batch, in the format of PyG's link loaders, for your own link prediction models",
         words={
             "binary": "`edge_label_index` and `edge_label`",
             "triplet": "`src_index`, `dst_pos_index` and `dst_neg_index`",
         },
     )
-    neg_sampling_ratio: float = setting(1.0, "false edges for each true one")
-    unlabelled: int | None = setting(None, "the label of nodes without a label, such as -1; they are in no split")
+    neg_sampling_ratio: float = setting(1.0, "negative edges per true edge")
+    unlabelled: int | None = setting(None, "value that marks nodes without a label, such as -1; they are in no split")
     num_classes: int | None = setting(None, "number of classes; null: the largest label + 1")
     task: str = setting(
         "node",
-        "target of prediction, which the model sets",
+        "what the model predicts; set by the model",
         words={"node": "labels of nodes", "link": "edges"},
         follows="${oc.select:model.task,node}",
     )
     target: str | None = setting(
         None,
-        "with several types: the node type, or edge type `source,relation,target`, to predict; null: the only one",
+        "in a heterogeneous graph, the node type or the edge type `source,relation,target` to predict; null: the only "
+        "possible one",
     )
 
     def __post_init__(self) -> None:
@@ -131,25 +131,27 @@ class DataConfig(Settings):
 
 @dataclass
 class PlantedParameters:
-    """What :class:`~gtrain.data.planted.PlantedData` draws a graph from."""
+    """The parameters of the random graph of :class:`~gtrain.data.planted.PlantedData`."""
 
     num_nodes: int = setting(5000, "graph nodes")
     num_edges: int = setting(
-        50000, "directed edges, both directions of each counted, and self-loops; an odd number gives one less"
+        50000, "directed edges, counting both directions and self-loops; an odd number is reduced by one"
     )
-    num_features: int = setting(64, "columns of the features")
-    num_classes: int = setting(8, "classes")
-    homophily: float = setting(0.8, "share of the edges within a class; `1/num_classes` makes edges useless")
-    degree_exponent: float = setting(3.0, "power law of the degrees, above 2; larger: more even")
+    num_features: int = setting(64, "number of features")
+    num_classes: int = setting(8, "number of classes")
+    homophily: float = setting(
+        0.8, "fraction of the edges within a class; with `1/num_classes` edges carry no information"
+    )
+    degree_exponent: float = setting(3.0, "exponent of the degrees' power law, above 2; larger: more even degrees")
     feature_signal: float = setting(
-        2.0, "distance of class means from 0, in units of the noise; 0 makes features useless"
+        2.0, "norm of the class means, in standard deviations of the noise; with 0 features carry no information"
     )
-    label_noise: float = setting(0.1, "share of the labels that are wrong")
-    self_loops: bool = setting(False, "whether each node has an edge to itself")
+    label_noise: float = setting(0.1, "fraction of wrong labels")
+    self_loops: bool = setting(False, "whether each node has a self-loop")
 
 
 @dataclass
-class PlantedConfig(PlantedParameters, DataConfig):  # type: ignore[misc]  # it has a number of classes
+class PlantedConfig(PlantedParameters, DataConfig):  # type: ignore[misc]  # both declare num_classes
     """A generated graph whose best possible accuracy is known."""
 
     _target_: str = "gtrain.data.planted.PlantedData"
@@ -174,9 +176,9 @@ class AmazonConfig(DataConfig):
     split: str = changed(DataConfig, "split", "per_class")
     largest_component: bool = setting(
         False,
-        "remove the nodes outside of the largest connected component, as Shchur et al. 2018 do (163 of Photo's "
-        "7,650, most of them without an edge). The others keep their ids: in parquet and tsv predictions as names, in "
-        "`.npy` as row numbers, with NaN in the rows of removed nodes",
+        "remove the nodes outside of the largest connected component, as Shchur et al. 2018 do (163 of Photo's 7,650 "
+        "nodes, most of them isolated). The other nodes keep their ids: they are the names in `parquet` and `tsv` "
+        "predictions, and the row numbers in `.npy`, whose rows of removed nodes are NaN",
     )
 
 
@@ -203,9 +205,9 @@ class PyGConfig(DataConfig):
     """Any class of torch_geometric.datasets that holds a single graph."""
 
     _target_: str = "gtrain.data.sources.pyg.PyGData"
-    name: str = setting("Planetoid", "the class")
-    # a typed dictionary would refuse `data.options={...}`: Hydra closes those
-    options: Any = setting(None, "its arguments other than `root`, such as `{name: Cora}`", type="dict or null")
+    name: str = setting("Planetoid", "name of the class")
+    # Any, not dict: Hydra rejects new keys in a typed dictionary, and so `data.options={...}`
+    options: Any = setting(None, "the class's arguments other than `root`, such as `{name: Cora}`", type="dict or null")
 
 
 @dataclass
@@ -216,25 +218,25 @@ class EdgesConfig(DataConfig):
     split: str = changed(DataConfig, "split", "random")
     path: Any = setting(
         None,
-        "files, as they are or below `root`: a name, glob pattern or folder, or a list of them; `.gz` is unpacked. "
-        "This or `edge_sets` must be set",
+        "files, relative to the working directory or to `root`: a name, glob pattern or folder, or a list of these; "
+        "`.gz` files are decompressed. Set either this or `edge_sets`",
         type=f"{_NAMED} or null",
     )
     edge_sets: Any = setting(
         None,
-        "a list of what `path` may be: `strategy=pbg` trains one set after the other in each epoch; others all "
-        "together",
+        "edge sets: a list of values as for `path`. `strategy=pbg` trains the sets in turn in each epoch; other "
+        "strategies train all edges together",
         type=_ENTRIES,
     )
     ids: str = setting(
         "auto",
-        "ids of the nodes",
+        "type of the node ids",
         words={"int": "0 to N-1", "string": "any strings, stored as names", "auto": "detected from the first line"},
     )
     columns: Any = setting(
         None,
-        "source and target by position from 0 or by name, such as `[src,dst]`; null: the first two, and a third column "
-        "is the weight, if there is no fourth and no other column is set",
+        "the columns of source and target, by position from 0 or by name, such as `[src,dst]`; null: the first two. "
+        "With null, the third of three columns is the weight, unless another column is set",
         type=_ENTRIES,
     )
     weight: Any = setting(
@@ -244,23 +246,27 @@ class EdgesConfig(DataConfig):
         None, "column that becomes `edge_type`: integers from 0, or names; null: none", type="int or str or null"
     )
     time: Any = setting(None, "column that becomes `edge_time`: integers; null: none", type="int or str or null")
-    header: bool | None = setting(None, "whether the first line names the columns; null: detect")
-    separator: str | None = setting(None, "a character, or `comma`, `semicolon`, `tab`, `space`; null: detect")
-    comments: str = setting("#%", 'characters that begin comment lines; `""` where names may begin with them')
+    header: bool | None = setting(None, "whether the first line has the column names; null: detected")
+    separator: str | None = setting(
+        None, "separator of columns: a character, or `comma`, `semicolon`, `tab`, `space`; null: detected"
+    )
+    comments: str = setting("#%", 'characters that start a comment line; set `""` if names may start with one of them')
     features: str | None = setting(
         None,
-        "`.npy`, `.pt` (a plain tensor) or text, one row for each node, with the name in front for nodes with names; "
-        "or `degree` (log(1 + in-degree)), or `constant` (ones); null: none",
+        "file of features: `.npy`, `.pt` (a plain tensor) or text, one row per node, with the node's name first if "
+        "nodes have names; or `degree` (log(1 + in-degree)) or `constant` (ones); null: none",
     )
     labels: str | None = setting(
-        None, "`.npy`, `.pt` or text, one for each line, or `id label`; `name label` for nodes with names; null: none"
+        None,
+        "file of labels: `.npy`, `.pt`, or text with `label` or `id label` on each line (`name label` if nodes have "
+        "names); null: none",
     )
     num_nodes: int | None = setting(
-        None, "graph nodes; null: rows of the features, or of the labels, or the largest id + 1"
+        None, "number of graph nodes; null: the rows of the features or of the labels, else the largest id + 1"
     )
-    undirected: bool = setting(False, "each line stands for both directions")
+    undirected: bool = setting(False, "whether each line means an edge in both directions")
     entities: Any = setting(None, _ENTITIES, type="dict or null")
-    relations: Any = setting(None, f"{_RELATIONS}; a relation that is an integer is named by its digits", type=_ENTRIES)
+    relations: Any = setting(None, f"{_RELATIONS}; the name of an integer relation is its digits", type=_ENTRIES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -299,23 +305,23 @@ class KGConfig(DataConfig):
     batch_size: int | None = changed(DataConfig, "batch_size", 1000)
     path: str = setting(
         MISSING,
-        "the folder with `train.txt`, `valid.txt` and `test.txt` (`.tsv` and `.gz` too), or the one above its `raw`, "
-        "or a `.tar.gz` of it, as it is or below `root`",
+        "folder with `train.txt`, `valid.txt` and `test.txt` (or `.tsv`, or compressed as `.gz`), its parent if the "
+        "folder is named `raw`, or a `.tar.gz` of it; relative to the working directory or to `root`",
     )
     edge_sets: Any = setting(
         None,
-        "files of triples that train instead of `train.txt`, as they are or below `path`: a list, each entry a set (a "
-        "name, pattern or folder, or a list of them). `strategy=pbg` trains one set after the other in each epoch; "
-        "others all together",
+        "edge sets: files of training triples instead of `train.txt`, relative to the working directory or to `path`. "
+        "A list with one entry per set: a name, glob pattern or folder, or a list of these. `strategy=pbg` trains the "
+        "sets in turn in each epoch; other strategies train all triples together",
         type=_ENTRIES,
     )
     unknown: str = setting(
         "error",
-        "triples of valid and test with names that train lacks",
+        "validation and test triples with names that do not occur in the training triples",
         words={
-            "error": "are refused",
+            "error": "raise an error",
             "drop": "are dropped",
-            "keep": "stay; their entities are nodes without training edges",
+            "keep": "are kept; their entities are nodes without training edges",
         },
     )
     entities: Any = setting(None, _ENTITIES, type="dict or null")
@@ -330,50 +336,54 @@ class LibsvmConfig(DataConfig):
     partitioner: str = changed(DataConfig, "partitioner", "random")
     batch_size: int | None = changed(DataConfig, "batch_size", 512)
     val_fraction: float = changed(
-        DataConfig, "val_fraction", 0.1, help="share of `path`'s rows that validates, with `split=public` too"
+        DataConfig, "val_fraction", 0.1, help="fraction of the rows of `path` to validate on, also with `split=public`"
     )
-    path: str = setting(MISSING, "the file that trains, as it is or below `root`; `.gz` is unpacked")
-    test_path: str | None = setting(None, "the file that tests; null: none")
+    path: str = setting(
+        MISSING, "file of training rows, relative to the working directory or to `root`; `.gz` is decompressed"
+    )
+    test_path: str | None = setting(None, "file of test rows; null: none")
     index_base: str = setting(
         "auto", "the smallest feature id; `auto`: 0 if that id occurs, else 1", words=("auto", "0", "1")
     )
-    num_features: int | None = setting(None, "columns, fewer than 2^31; null: the largest id")
+    num_features: int | None = setting(None, "number of features, below 2^31; null: from the largest id")
     labels: str = setting(
         "auto",
-        "labels of a row",
-        words={"single": "one", "multi": "any number, none too", "auto": "multi if a row has several"},
+        "labels per row",
+        words={"single": "one", "multi": "any number, including none", "auto": "multi if any row has several"},
     )
 
 
 @dataclass
 class PlantedHeteroParameters:
-    """What :class:`~gtrain.data.planted.hetero.PlantedHeteroData` draws a graph from."""
+    """The parameters of the random graph of :class:`~gtrain.data.planted.hetero.PlantedHeteroData`."""
 
     num_papers: int = setting(4000, "papers, which have labels and features; at least `num_classes`")
     num_authors: int = setting(2000, "authors, which have features; at least `num_classes`")
-    num_terms: int = setting(500, "terms, which have none; at least `num_classes`")
+    num_terms: int = setting(500, "terms, which have no features; at least `num_classes`")
     num_writes: int = setting(
-        12000, "edges author to paper, one direction counted; at most half of the possible pairs, here and below"
+        12000, "edges from author to paper, counting one direction; at most half of the possible pairs"
     )
-    num_cites: int = setting(12000, "edges paper to paper")
-    num_mentions: int = setting(20000, "edges paper to term")
+    num_cites: int = setting(12000, "edges from paper to paper; at most half of the possible pairs")
+    num_mentions: int = setting(20000, "edges from paper to term; at most half of the possible pairs")
     writes_homophily: float = setting(
-        0.8, "share of the edges within a class, 0 to 1; `1/num_classes` makes a relation useless"
+        0.8,
+        "fraction of the `writes` edges within a class, 0 to 1; with `1/num_classes` the relation carries no "
+        "information",
     )
-    cites_homophily: float = setting(0.7, "the same of `cites`")
-    mentions_homophily: float = setting(0.4, "the same of `mentions`")
-    num_classes: int = setting(4, "classes, 2 or more")
-    num_features: int = setting(64, "columns of the papers' features")
-    num_author_features: int = setting(16, "columns of the authors' features")
+    cites_homophily: float = setting(0.7, "fraction of the `cites` edges within a class")
+    mentions_homophily: float = setting(0.4, "fraction of the `mentions` edges within a class")
+    num_classes: int = setting(4, "number of classes, 2 or more")
+    num_features: int = setting(64, "number of features of papers")
+    num_author_features: int = setting(16, "number of features of authors")
     feature_signal: float = setting(
-        1.0, "distance of class means from 0, in units of the noise; 0 makes features useless"
+        1.0, "norm of the class means, in standard deviations of the noise; with 0 features carry no information"
     )
-    degree_exponent: float = setting(3.0, "power law of the degrees, above 2; larger: more even")
-    label_noise: float = setting(0.1, "share of the labels that are wrong, 0 to 1")
+    degree_exponent: float = setting(3.0, "exponent of the degrees' power law, above 2; larger: more even degrees")
+    label_noise: float = setting(0.1, "fraction of wrong labels, 0 to 1")
 
 
 @dataclass
-class PlantedHeteroConfig(PlantedHeteroParameters, DataConfig):  # type: ignore[misc]  # the same
+class PlantedHeteroConfig(PlantedHeteroParameters, DataConfig):  # type: ignore[misc]  # both declare num_classes
     """A generated heterogeneous graph whose best possible accuracy is known."""
 
     _target_: str = "gtrain.data.planted.hetero.PlantedHeteroData"
@@ -382,17 +392,17 @@ class PlantedHeteroConfig(PlantedHeteroParameters, DataConfig):  # type: ignore[
 
 @dataclass
 class PlantedTemporalParameters:
-    """What :class:`~gtrain.data.planted.temporal.PlantedTemporalData` draws events from."""
+    """The parameters of the random events of :class:`~gtrain.data.planted.temporal.PlantedTemporalData`."""
 
     num_nodes: int = setting(1000, "graph nodes, 4 or more")
-    num_events: int = setting(50000, "directed edges with times")
-    num_communities: int = setting(20, "communities, from 2 to half of the nodes")
+    num_events: int = setting(50000, "events: directed edges with times")
+    num_communities: int = setting(20, "communities, from 2 to half the number of nodes")
     predictability: float = setting(
-        0.9, "probability that the target is of the source's community; else it is any node"
+        0.9, "probability that the target is drawn from the source's community; otherwise from all nodes"
     )
-    drift: float = setting(0.5, "moves of a node over the time span, on average, 0 to 50")
-    time_span: int = setting(1_000_000, "times are integers from 0 to `time_span - 1`, at most 2^56")
-    degree_exponent: float = setting(3.0, "power law of the sources' activity, above 2")
+    drift: float = setting(0.5, "mean number of times that a node changes its community over the time span, 0 to 50")
+    time_span: int = setting(1_000_000, "times are integers from 0 to `time_span - 1`; at most 2^56")
+    degree_exponent: float = setting(3.0, "exponent of the power law of the sources' activity, above 2")
 
 
 @dataclass
@@ -406,20 +416,20 @@ class PlantedTemporalConfig(PlantedTemporalParameters, DataConfig):
 
 @dataclass
 class PlantedKGParameters:
-    """What :class:`~gtrain.data.planted.kg.PlantedKGData` draws triples from."""
+    """The parameters of the random triples of :class:`~gtrain.data.planted.kg.PlantedKGData`."""
 
-    num_entities: int = setting(1000, "graph nodes")
-    num_relations: int = setting(10, "relations, shifts of the ring; at most `num_positions`")
-    num_positions: int = setting(200, "length of the ring, at most `num_entities`")
+    num_entities: int = setting(1000, "entities, the graph nodes")
+    num_relations: int = setting(10, "relations, each a shift around the ring; at most `num_positions`")
+    num_positions: int = setting(200, "positions of the ring, at most `num_entities`")
     num_triples: int = setting(
         45000,
-        "triples of train, val and test; at most `num_relations * num_entities * (num_entities // num_positions)` "
-        "allowed ones",
+        "triples of all splits; those that follow a rule are at most "
+        "`num_relations * num_entities * (num_entities // num_positions)`",
     )
-    noise: float = setting(0.05, "share of the triples that no rule allows")
-    held_out: float = setting(0.05, "share that validates, and as many test; above 0, below 0.5")
+    noise: float = setting(0.05, "fraction of random triples, which follow no rule")
+    held_out: float = setting(0.05, "fraction to validate on, and the same fraction to test on; above 0, below 0.5")
     num_types: int = setting(
-        1, "entity types `type_0`, `type_1`...; relation r joins type r to type r + 1, modulo their number"
+        1, "entity types `type_0`, `type_1`...; relation r joins type r to type r + 1, modulo `num_types`"
     )
 
 
@@ -435,15 +445,17 @@ class PlantedKGConfig(PlantedKGParameters, DataConfig):
 
 @dataclass
 class PlantedSparseParameters:
-    """What :class:`~gtrain.data.planted.sparse.PlantedSparseData` draws rows from."""
+    """The parameters of the random rows of :class:`~gtrain.data.planted.sparse.PlantedSparseData`."""
 
-    num_rows: int = setting(20000, "rows")
-    num_features: int = setting(1000, "columns")
-    features_per_row: int = setting(20, "nonzeros of a row, at most half of the columns")
-    zipf_exponent: float = setting(1.0, "a feature of rank r is drawn in proportion to r^-exponent, 0 or more")
-    binary: bool = setting(True, "values are 1; false: standard normal")
+    num_rows: int = setting(20000, "number of rows")
+    num_features: int = setting(1000, "number of columns")
+    features_per_row: int = setting(20, "nonzero entries per row, at most half the number of columns")
+    zipf_exponent: float = setting(
+        1.0, "the r-th most frequent feature occurs in proportion to `r^-zipf_exponent`; 0 or more"
+    )
+    binary: bool = setting(True, "whether all values are 1; false: standard normal values")
     signal: float = setting(2.0, "standard deviation of the logits, 0 or more")
-    positive_rate: float = setting(0.3, "expected share of label 1, above 0 and below 1")
+    positive_rate: float = setting(0.3, "expected fraction of label 1, above 0 and below 1")
 
 
 @dataclass
@@ -461,7 +473,7 @@ class EntitiesConfig(DataConfig):
     _target_: str = "gtrain.data.sources.entities.EntitiesData"
     unlabelled: int | None = changed(DataConfig, "unlabelled", -1)
     val_fraction: float = changed(
-        DataConfig, "val_fraction", 0.0, help="share of the published training entities that validates"
+        DataConfig, "val_fraction", 0.0, help="fraction of the published training entities to validate on"
     )
     name: str = setting("AIFB", "`AIFB`, `MUTAG`, `BGS` or `AM`")
 
@@ -474,10 +486,10 @@ class HeCoConfig(DataConfig):
     name: str = setting("acm", "`acm`, `dblp`, `aminer` or `freebase`")
     path: str | None = setting(
         None,
-        "the data set's folder of HeCo's repository, or one `.npz` of the same arrays; null: `<name>` or `<name>.npz` "
+        "the data set's folder in HeCo's repository, or an `.npz` of the same arrays; null: `<name>` or `<name>.npz` "
         "in `<root>/heco`, `<root>/hetero/heco` or `root`",
     )
-    per_class: int = setting(20, "training nodes of each class", words=(20, 40, 60), hint="choose 20, 40 or 60")
+    per_class: int = setting(20, "training nodes per class", words=(20, 40, 60), hint="choose 20, 40 or 60")
 
 
 @dataclass
@@ -489,13 +501,13 @@ class TemporalConfig(DataConfig):
     train_fraction: float = changed(DataConfig, "train_fraction", 0.7)
     val_fraction: float = changed(DataConfig, "val_fraction", 0.15)
     task: str = changed(DataConfig, "task", **_LINK)
-    path: str = setting(MISSING, "the file, as it is or below `root`; `.gz` is unpacked")
-    time_column: int = setting(2, "the column of times, counted from 0")
+    path: str = setting(MISSING, "the file, relative to the working directory or to `root`; `.gz` is decompressed")
+    time_column: int = setting(2, "column of the times, from 0")
     time_scale: float = setting(
-        1.0, "factor of the times before they are rounded to integers: `1000` keeps thousandths"
+        1.0, "factor by which times are multiplied before they are rounded to integers: `1000` keeps thousandths"
     )
-    features: str | None = setting(None, 'columns that become `edge_attr`, as a slice: `"4:"`; null: none')
-    bipartite: bool = setting(False, "sources and targets are different nodes with separate ids from 0")
+    features: str | None = setting(None, 'columns that become `edge_attr`, as a slice such as `"4:"`; null: none')
+    bipartite: bool = setting(False, "whether sources and targets are disjoint sets of nodes, each with ids from 0")
 
 
 @dataclass
@@ -506,36 +518,37 @@ class BigGraphConfig(DataConfig):
     task: str = changed(DataConfig, "task", **_LINK)
     path: str = setting(
         MISSING,
-        "folder of `entity_count_<type>_<part>.txt` (`entity_path`), with names and `dynamic_rel_count.txt` if there "
-        "are any",
+        "folder of `entity_count_<type>_<part>.txt` (PyTorch-BigGraph's `entity_path`), and optionally files of names "
+        "and `dynamic_rel_count.txt`",
     )
     edges: Any = setting(
         None,
-        "folder of `edges_<lhs>_<rhs>.h5`, or a list (`edge_paths`), which are edge sets as of `data=edges`; null: "
-        "`path`",
+        "folder of `edges_<lhs>_<rhs>.h5`, or a list of folders (`edge_paths`), which are edge sets as in "
+        "`data=edges`; null: `path`",
         type=f"{_NAMED} or null",
     )
     val_edges: Any = setting(
-        None, "the same of edges held out for validation; without any, `split=random`", type=f"{_NAMED} or null"
+        None,
+        "folder, or list of folders, of edges held out for validation; null: set `split=random`",
+        type=f"{_NAMED} or null",
     )
-    test_edges: Any = setting(None, "the same of edges held out for test", type=f"{_NAMED} or null")
+    test_edges: Any = setting(None, "folder, or list of folders, of edges held out for test", type=f"{_NAMED} or null")
     entities: Any = setting(None, _ENTITIES, type="dict or null")
     relations: Any = setting(
         None,
-        "`[{name: N, lhs: TYPE, rhs: TYPE}]`, as in PyTorch-BigGraph's configuration; needed with several types. For "
-        "`operator`, `weight`, `all_negs` see [entity types](data.md#entity-types)",
+        "`[{name: N, lhs: TYPE, rhs: TYPE}]`, as in PyTorch-BigGraph's configuration; required with several entity "
+        "types. For `operator`, `weight`, `all_negs` see [entity types](data.md#entity-types)",
         type=_ENTRIES,
     )
     keep_parts: bool | None = setting(
         None,
-        "partitions become the parts of the store, and so need as many ranks, or one. `strategy=pbg` trains them as "
-        "they are, and `strategy.num_partitions` is their number; false partitions the entities again, into any "
-        "number. "
-        "null: with `pbg`",
+        "true: the folder's partitions become the parts of the store, which needs as many ranks, or one; with "
+        "`strategy=pbg`, `strategy.num_partitions` is then their number. false: the entities are partitioned again, "
+        "into any number. null: true with `pbg`",
     )
     joint_types: Any = setting(
         False,
-        "edges of all relations are predicted, by `model=kg`; false: a heterogeneous graph",
+        "true: `model=kg` predicts the edges of all relations; false: the data are a heterogeneous graph",
         type="bool",
         follows="${oc.select:model.joint_types,false}",
     )
@@ -547,11 +560,11 @@ class PyGPartitionConfig(DataConfig):
 
     _target_: str = "gtrain.data.sources.pyg_partition.PyGPartitionData"
     split: str = changed(DataConfig, "split", "random")
-    path: str = setting(MISSING, "the folder, with `META.json` and `part_0`, `part_1`, ...")
+    path: str = setting(MISSING, "folder with `META.json`, `part_0`, `part_1`, ...")
     labels: str | None = setting(
         None,
-        "`.npy`, `.pt` or text, one row for each node; `TYPE=FILE` in a heterogeneous graph; null: `y` of the parts' "
-        "`feats`, if it was added",
+        "file of labels: `.npy`, `.pt` or text, one row per node; `TYPE=FILE` in a heterogeneous graph; null: `y` in "
+        "the parts' `feats`, if present",
     )
 
 
@@ -560,10 +573,12 @@ class DGLPartitionConfig(DataConfig):
     """The output of DGL's partition_graph, whose parts become the parts of the store."""
 
     _target_: str = "gtrain.data.sources.dgl_partition.DGLPartitionData"
-    path: str = setting(MISSING, "the JSON file")
-    features: str | None = setting("feat", "features that become `x`, of edges `edge_attr`; null: none")
-    labels: str | None = setting("label", "the feature of nodes that becomes `y`; null: none")
-    edge_weights: str | None = setting(None, "the feature of edges that becomes `edge_weight`; null: none")
+    path: str = setting(MISSING, "the JSON file of the partitioned graph")
+    features: str | None = setting(
+        "feat", "name of the feature that becomes `x` of nodes and `edge_attr` of edges; null: none"
+    )
+    labels: str | None = setting("label", "name of the node feature that becomes `y`; null: none")
+    edge_weights: str | None = setting(None, "name of the edge feature that becomes `edge_weight`; null: none")
 
 
 @dataclass
@@ -572,10 +587,10 @@ class MusaeConfig(DataConfig):
 
     _target_: str = "gtrain.data.sources.musae.MusaeData"
     split: str = changed(DataConfig, "split", "random")
-    name: str = setting("facebook", "prefix of the files' names; or a country of Twitch, such as `DE`")
-    path: str | None = setting(None, "the folder; null: `<root>/musae`, or `root`")
+    name: str = setting("facebook", "prefix of the file names, or a country of Twitch, such as `DE`")
+    path: str | None = setting(None, "folder of the files; null: `<root>/musae`, or `root`")
     label: str | None = setting(
-        None, "the column of labels; null: `page_type`, `mature` or `ml_target`, the first that exists"
+        None, "column of the labels; null: the first of `page_type`, `mature` and `ml_target` that exists"
     )
 
 
@@ -587,21 +602,26 @@ class ParquetConfig(DataConfig):
     partitioner: str = changed(DataConfig, "partitioner", "random")
     batch_size: int | None = changed(DataConfig, "batch_size", 512)
     val_fraction: float = changed(LibsvmConfig, "val_fraction", 0.1)
-    path: str = setting(MISSING, "the file that trains, or a folder of them, as it is or below `root`")
-    test_path: str | None = setting(None, "the file or folder that tests; null: none")
-    label: str = setting("label", "the column of labels: whole numbers, booleans or strings, numbered by their values")
-    ids: str | None = setting(None, "a column of lists of feature ids from 0")
-    values: str | None = setting(None, "a column of lists of their values; null: ones")
-    num_features: int | None = setting(None, "feature ids are below this; null: the largest")
-    dense: list[str] | None = setting(None, "numeric columns, such as `[price,age]`")
-    categorical: list[str] | None = setting(
-        None, "columns of strings or whole numbers that are hashed, such as `[city,user]`"
+    path: str = setting(
+        MISSING, "file of training rows, or a folder of such files, relative to the working directory or to `root`"
     )
-    buckets: int = setting(1048576, "columns of `x` for each categorical column")
+    test_path: str | None = setting(None, "file or folder of test rows; null: none")
+    label: str = setting(
+        "label",
+        "column of the labels: integers, booleans or strings; classes are numbered in the order of these values",
+    )
+    ids: str | None = setting(None, "column of lists of feature ids, from 0; null: none")
+    values: str | None = setting(None, "column of lists of the values of `ids`; null: ones")
+    num_features: int | None = setting(None, "number of feature ids; null: the largest id + 1")
+    dense: list[str] | None = setting(None, "numeric columns, such as `[price,age]`; null: none")
+    categorical: list[str] | None = setting(
+        None, "columns of strings or integers, whose values are hashed, such as `[city,user]`; null: none"
+    )
+    buckets: int = setting(1048576, "columns of `x` per categorical column (hash buckets)")
     nulls: str = setting(
         "error",
         "null and NaN features",
-        words={"error": "are refused", "zero": "count as 0, and a null category has no bucket"},
+        words={"error": "raise an error", "zero": "count as 0; a null category is in no bucket"},
     )
 
 
@@ -616,7 +636,9 @@ class OGBConfig(DataConfig):
         "`ogbl-citation2` or `ogbl-wikikg2`",
     )
     undirected: bool | None = setting(
-        None, "add the reverse of each edge; null: where OGB does, and in `ogbn-mag`, as edge types `rev_...`"
+        None,
+        "whether to add the reverse of each edge; null: as OGB does, and in `ogbn-mag`, where reverse edges have the "
+        "edge types `rev_...`",
     )
 
 
@@ -644,7 +666,7 @@ SCHEMAS: dict[str, type[DataConfig]] = {
     "parquet": ParquetConfig,
     "ogb": OGBConfig,
 }
-"""The schema of each option of the group ``data``."""
+"""The dataclass of each option of the group ``data``."""
 
 
 class _LazySchema:
