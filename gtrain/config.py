@@ -161,6 +161,12 @@ class ClusterConfig(Settings):
         "the network is private: a job of several machines uses no keys, and whoever reaches it can join",
     )
     timeout_seconds: float = setting(300.0, "time limit of waiting for the others at the rendezvous", above=0)
+    max_restarts: int = setting(
+        0,
+        "times that the whole job restarts from its last checkpoint after a rank was killed or fell silent; with "
+        "`cluster=local`",
+        least=0,
+    )
     standalone: list[str] = setting(
         [], "roles whose servers are started by hand with `gtrain serve`, and not by the workers' commands"
     )

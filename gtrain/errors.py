@@ -119,8 +119,10 @@ class RankFailedError(GtrainError):
 
     Args:
         exit_code: the exit code of the command.
+        external: whether the rank was killed, fell silent or lost a peer, so that a restarted job may succeed; an error
+            of the rank itself would occur again.
     """
 
-    def __init__(self, message: str, *, hint: str | None = None, exit_code: int = 1) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, exit_code: int = 1, external: bool = False) -> None:
         super().__init__(message, hint=hint)
-        self.exit_code = exit_code
+        self.exit_code, self.external = exit_code, external

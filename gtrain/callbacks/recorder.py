@@ -9,7 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from gtrain.callbacks.metrics_file import MetricsFile
 from gtrain.errors import DataError
+from gtrain.launch import slot as slots
 from gtrain.strategy.counters import Counters, cpu_seconds
 
 
@@ -45,6 +47,23 @@ class RunRecorder(Callback):
         """Restore :meth:`restart_state`; the time of the interrupted epoch restarts at 0."""
         self.epoch_seconds, self.history = list(state["epoch_seconds"]), list(state["history"])
         self.epoch_of, self.cpu_seconds = dict(state["epoch_of"]), state["cpu_seconds"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of a checkpoint."""
+        return self.restart_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the epochs of the job's earlier attempts. A run that resumes another run records its own epochs only.
+
+        Lightning calls this before a test too, with the state of the best epoch.
+        """
+        if slots.attempt() and not self.history:
+            self.load_restart_state(state_dict)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsFile):
+                logger.restore(trainer.global_step)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
         if self._started_at is None:  # resumed within an epoch

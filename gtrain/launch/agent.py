@@ -305,12 +305,14 @@ def error_for(child: Child, of: int, log_dir: Path) -> GtrainError:
     failure = child.failure
     if failure is not None and is_user_error(child):
         return GtrainError(failure["message"], hint=failure["hint"])
-    log = log_path(log_dir, child.slot.label)
+    log, external = log_path(log_dir, child.slot.label), died_of_external_cause(child)
     if failure is not None:
-        return RankFailedError(f"{describe_end(child, of)}", hint=f"the full traceback is in {log}")
+        hint = f"the full traceback is in {log}"
+        return RankFailedError(f"{describe_end(child, of)}", hint=hint, external=external)
     killed = child.status == -signal.SIGKILL and child.silent_seconds is None
     advice = "the kernel kills with SIGKILL when memory runs out; " if killed else ""
-    return RankFailedError(f"{describe_end(child, of)}.", hint=f"{advice}the {_kind(child)}'s log is {log}")
+    hint = f"{advice}the {_kind(child)}'s log is {log}"
+    return RankFailedError(f"{describe_end(child, of)}.", hint=hint, external=external)
 
 
 def describe_end(child: Child, of: int) -> str:

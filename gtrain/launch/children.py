@@ -232,7 +232,11 @@ def _run_child(spec: ProcessSpec, make_context: Callable[[int], JobContext], wri
             signal.signal(number, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         context = make_context(write_end)
-        capture(log_path(context.log_dir, spec.slot.label), terminal=spec.terminal, append=context.restarts > 0)
+        capture(
+            log_path(context.log_dir, spec.slot.label),
+            terminal=spec.terminal,
+            append=context.restarts + context.attempt > 0,
+        )
         slots.enter(context)
         sys.modules[PRELOAD].keep_templates_in_memory()
         value = resolve(spec.task)(*spec.args)

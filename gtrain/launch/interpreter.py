@@ -128,7 +128,7 @@ def _raise(end: dict[str, Any] | None, status: int) -> None:
             hint="its output is above; the kernel kills with SIGKILL when memory runs out.",
         )
     if end["type"] == "RankFailedError":
-        raise RankFailedError(end["message"], hint=end["hint"], exit_code=end["exit_code"])
+        raise RankFailedError(end["message"], hint=end["hint"], exit_code=end["exit_code"], external=end["external"])
     if end["type"] is not None:
         raise _ERRORS.get(end["type"], GtrainError)(end["message"], hint=end["hint"])
 
@@ -273,6 +273,7 @@ def _serve(files: Sequence[int], commands: BinaryIO) -> None:
         "message": error.message if error is not None else "",
         "hint": error.hint if error is not None else None,
         "exit_code": getattr(error, "exit_code", 1),
+        "external": getattr(error, "external", False),
     }
     with open(f"/proc/self/fd/{end}", "w") as file_of_end:
         json.dump(message, file_of_end)

@@ -39,6 +39,7 @@ class Job:
         end_descriptor: becomes readable when the job is over; for an agent that has only servers.
         line: a connection to the key-value store, which closes when the job ends.
         result: descriptor of the file for rank 0's return value, or None.
+        attempt: how many times the job was started before.
         listeners: the sockets of the servers.
         memories: descriptors of the files in which restarted servers keep their state.
         children: the processes, one per specification.
@@ -60,6 +61,7 @@ class Job:
     end_descriptor: int | None = None
     line: socket.socket | None = None
     result: int | None = None
+    attempt: int = 0
     listeners: list[Listener] = field(default_factory=list)
     memories: list[int] = field(default_factory=list)
     children: list[Child] = field(default_factory=list)
@@ -154,6 +156,7 @@ def start(job: Job, spec: ProcessSpec, restarts: int, *not_inherited: int) -> Ch
             route=job.route,
             simulated=job.machine is None,
             restarts=restarts,
+            attempt=job.attempt,
             descriptor=spec.listener.descriptor if spec.listener is not None else None,
             address=spec.listener.address if spec.listener is not None else None,
             lasting_file=spec.lasting_file,

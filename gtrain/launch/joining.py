@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gtrain import config
 from gtrain.backends import RolePlan
@@ -28,6 +31,7 @@ from gtrain.launch.rendezvous import StoreLocation
 from gtrain.launch.request import TASK, JobRequest
 from gtrain.launch.settings_check import check_release, check_same, comparable
 from gtrain.launch.slot import ServerRoster, Slot
+from gtrain.run import runs
 
 SERVER_BY_HAND = "gtrain.strategy.server:run_by_hand"
 BY_HAND, BY_AGENT = "by hand", "by the agents"
@@ -56,16 +60,20 @@ def run_worker(cfg: DictConfig, choices: dict[str, str], plans: Sequence[RolePla
     return resolve(TASK)(cfg, choices)
 
 
-def run_rank(request: JobRequest, rank_info: RankInfo, servers: Keeper) -> Any:
+def run_rank(request: JobRequest, rank_info: RankInfo, servers: Keeper, job_id: str) -> Any:
     """Run the task of a rank that another launcher started.
 
     Args:
         request: the job, with its configuration unresolved.
         rank_info: this rank.
         servers: the keeper of this machine's servers.
+        job_id: the launcher's name of the job, the same in all attempts.
     """
     cfg, environment = request.cfg, find_environment()
-    cfg.paths.run = broadcast_text(environment, cfg.paths.run)
+    if rank_info.rank == 0 and cfg.verb == "train":
+        resume_earlier_attempt(cfg, job_id)
+    agreed = json.loads(broadcast_text(environment, json.dumps({"run": cfg.paths.run, "checkpoint": cfg.ckpt_path})))
+    cfg.paths.run, cfg.ckpt_path = agreed["run"], agreed["checkpoint"]
     check_same(job_store(environment), rank_info.rank, f"rank {rank_info.rank}", comparable(cfg))
     config.validate(cfg)
     capture(log_path(request.log_dir, f"rank {rank_info.rank}"), terminal=True)
@@ -74,6 +82,26 @@ def run_rank(request: JobRequest, rank_info: RankInfo, servers: Keeper) -> Any:
     )
     with request.hinting_at_resume() if rank_info.rank == 0 else contextlib.nullcontext():
         return resolve(TASK)(cfg, request.choices)
+
+
+def resume_earlier_attempt(cfg: DictConfig, job_id: str) -> None:
+    """Continue in the folder of the job's earlier attempt, from its last checkpoint; called on rank 0.
+
+    Args:
+        cfg: the composed configuration; ``paths.run`` and ``ckpt_path`` are changed.
+        job_id: see :func:`run_rank`.
+    """
+    in_sweep = HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")
+    job, all_runs = f"{job_id} {HydraConfig.get().job.num if in_sweep else 0}", Path(cfg.paths.runs).absolute()
+    run_dir = runs.of_job(all_runs, job) if slots.attempt() else None
+    if run_dir is None:
+        runs.record_job(all_runs, job, Path(cfg.paths.run).absolute())
+        return
+    cfg.paths.run, checkpoint = str(run_dir), runs.last_checkpoint(run_dir)
+    if checkpoint is not None:
+        cfg.ckpt_path = str(checkpoint.path)
+    origin = "the start" if checkpoint is None else "its last checkpoint"
+    print(f"gtrain: restarting the job from {origin} in {run_dir}", file=sys.stderr, flush=True)
 
 
 def run_server(cfg: DictConfig, plan: RolePlan, store_location: StoreLocation, key_file: str | None) -> None:

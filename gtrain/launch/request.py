@@ -8,16 +8,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import itertools
 import json
 import os
 import select
 import signal
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig
 
@@ -129,6 +130,31 @@ class JobRequest:
         if content:
             refusal = json.loads(content)
             raise getattr(errors, refusal["type"], GtrainError)(refusal["message"], hint=refusal["hint"])
+
+    def run_restarting(self, run: Callable[[int], Any]) -> Any:
+        """Run the job; if a rank is killed, run it again from its last checkpoint, ``cluster.max_restarts`` times.
+
+        Args:
+            run: runs the job with ``self.cfg``; its argument is the number of earlier attempts.
+
+        Returns:
+            The value of ``run``.
+        """
+        run_dir, limit = Path(self.cfg.paths.run), self.cfg.cluster.max_restarts
+        with self.hinting_at_resume():
+            for attempt in itertools.count():
+                try:
+                    return run(attempt)
+                except RankFailedError as error:
+                    if not error.external or attempt >= limit or self.cfg.verb != "train":
+                        raise
+                    checkpoint = runs.last_checkpoint(run_dir)
+                    origin = "the start" if checkpoint is None else "its last checkpoint"
+                    text = f"{error.message.rstrip('.')}; restarting the job from {origin} ({attempt + 1}/{limit})"
+                    print(f"gtrain: {text}", file=sys.stderr, flush=True)
+                    if checkpoint is not None:
+                        self.cfg.ckpt_path = str(checkpoint.path)
+        return None
 
     @contextlib.contextmanager
     def hinting_at_resume(self) -> Iterator[None]:

@@ -73,6 +73,7 @@ class JobContext:
         route: how other machines reach it; a loopback address if the whole job is on this machine.
         simulated: whether this machine simulates all machines of the job.
         restarts: how many times the agent has restarted this slot.
+        attempt: how many times the whole job was started before; see :func:`attempt`.
         descriptor: the listening socket of a server, bound before the fork; None for a worker.
         address: the address of that socket; None for a worker.
         lasting_file: a file that outlives this process, see :class:`gtrain.launch.children.ProcessSpec`.
@@ -91,6 +92,7 @@ class JobContext:
     route: str = LOOPBACK
     simulated: bool = True
     restarts: int = 0
+    attempt: int = 0
     descriptor: int | None = None
     address: str | None = None
     lasting_file: int | None = None
@@ -104,6 +106,7 @@ class JobContext:
 
 _context: JobContext | None = None
 _roster = ServerRoster()
+_attempt = 0
 _failure_reported = False
 
 
@@ -114,8 +117,8 @@ def current() -> JobContext | None:
 
 def enter(context: JobContext) -> None:
     """Set the context of this process; called once, right after the fork."""
-    global _context, _roster, _failure_reported
-    _context, _roster, _failure_reported = context, context.roster, False
+    global _context, _roster, _attempt, _failure_reported
+    _context, _roster, _attempt, _failure_reported = context, context.roster, context.attempt, False
 
 
 def roster() -> ServerRoster:
@@ -123,15 +126,20 @@ def roster() -> ServerRoster:
     return _roster
 
 
-def set_roster(servers: ServerRoster) -> None:
-    """Set the servers of the job, in a rank that another launcher started."""
-    global _roster
-    _roster = servers
+def set_roster(servers: ServerRoster, attempt: int = 0) -> None:
+    """Set the servers of the job and its attempt, in a rank that another launcher started."""
+    global _roster, _attempt
+    _roster, _attempt = servers, attempt
 
 
 def restarts() -> int:
     """Return how often the agent has restarted this process's slot."""
     return 0 if _context is None else _context.restarts
+
+
+def attempt() -> int:
+    """Return how many times the whole job was started before; it then resumes from its last checkpoint."""
+    return _attempt
 
 
 def report(kind: str, **fields: Any) -> None:

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
@@ -24,6 +24,7 @@ from gtrain import __version__
 from gtrain.errors import CheckpointError, ConfigError
 
 INDEX = "index.txt"
+JOBS = "jobs"
 RUN = "run.json"
 NAMES = ("last", "best")
 _GROUPS = ("data", "model", "strategy")
@@ -91,6 +92,28 @@ def register(runs: Path, run_dir: Path, config: dict[str, Any]) -> None:
         index.write(line + "\n")
 
 
+def record_job(runs: Path, job: str, run_dir: Path) -> None:
+    """Record the folder of a job's run, for :func:`of_job`."""
+    file = _job_file(runs, job)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{run_dir}\n")
+
+
+def of_job(runs: Path, job: str) -> Path | None:
+    """Return the folder that an earlier attempt of a job recorded; None if it recorded none.
+
+    Args:
+        runs: ``paths.runs``, absolute.
+        job: the launcher's name of the job, the same in all attempts.
+    """
+    file = _job_file(runs, job)
+    return Path(file.read_text().strip()) if file.is_file() else None
+
+
+def _job_file(runs: Path, job: str) -> Path:
+    return runs / JOBS / hashlib.sha256(job.encode()).hexdigest()[:16]
+
+
 def resolve(ckpt_path: str, runs: Path, config: dict[str, Any]) -> Path:
     """Return the checkpoint that ``ckpt_path`` names.
 
@@ -117,17 +140,39 @@ def resolve(ckpt_path: str, runs: Path, config: dict[str, Any]) -> Path:
     )
 
 
-def how_to_resume(run_dir: Path) -> str:
-    """Return the sentence for an interrupted run that names the checkpoint to resume from."""
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint of a run.
+
+    Attributes:
+        name: ``last`` or ``best``.
+        path: its folder, without the suffix that it has while it is replaced.
+        epochs: number of completed epochs.
+    """
+
+    name: str
+    path: Path
+    epochs: int
+
+
+def last_checkpoint(run_dir: Path) -> SavedCheckpoint | None:
+    """Return the checkpoint that an interrupted run resumes from; None if it wrote none."""
     for name in NAMES:
+        path = run_dir / "checkpoints" / f"{name}.ckpt"
         for suffix in ("", ".old"):
             try:
-                manifest = json.loads((run_dir / "checkpoints" / f"{name}.ckpt{suffix}" / "manifest.json").read_text())
-                epoch = int(manifest["epoch"]) + 1
+                manifest = json.loads((path.with_name(path.name + suffix) / "manifest.json").read_text())
+                return SavedCheckpoint(name, path.absolute(), int(manifest["epoch"]) + 1)
             except (OSError, ValueError, KeyError, TypeError):
                 continue
-            return f"to resume after epoch {epoch}, run the same command with ckpt_path={name}"
-    return "no checkpoint exists yet: the same command starts from the beginning"
+    return None
+
+
+def how_to_resume(run_dir: Path) -> str:
+    """Return the sentence for an interrupted run that names the checkpoint to resume from."""
+    checkpoint = last_checkpoint(run_dir)
+    if checkpoint is None:
+        return "no checkpoint exists yet: the same command starts from the beginning"
+    return f"to resume after epoch {checkpoint.epochs}, run the same command with ckpt_path={checkpoint.name}"
 
 
 def _identities_of(run_dir: Path) -> Iterator[str]:

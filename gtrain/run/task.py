@@ -145,7 +145,7 @@ class Task:
             raise backends.not_served(strategy.strategy_name, self.model_name, traits, reason, others)
         recorder = RunRecorder(strategy.counters)
         trainer = self._trainer(strategy, recorder, model, data)
-        if config["verb"] == "train" and strategy.is_global_zero and not slots.restarts():
+        if config["verb"] == "train" and strategy.is_global_zero and not (slots.restarts() or slots.attempt()):
             runs.register(self._runs, run_dir, config)
         if config["verb"] in ("predict", "export"):
             self._predict(trainer, model, data, checkpoint)

@@ -46,11 +46,15 @@ class Launcher(ABC):
     Attributes:
         name: the value of ``cluster.kind``.
         starts_ranks: whether gtrain's agent starts the ranks; otherwise this process is a rank already.
+        restarts_job: whether it restarts the whole job, ``cluster.max_restarts`` times.
+        restart_hint: how to have the job restarted with a launcher that does not.
         ranks_meet: whether this process has met the other ranks; from then on each rank prints its errors.
     """
 
     name: ClassVar[str]
     starts_ranks: ClassVar[bool] = True
+    restarts_job: ClassVar[bool] = False
+    restart_hint: ClassVar[str] = "leave out cluster.max_restarts, or let gtrain start the ranks: cluster=local."
     ranks_meet: bool = False
 
     def detect(self, environ: Mapping[str, str] = os.environ) -> bool:
@@ -71,12 +75,26 @@ class Launcher(ABC):
         Raises:
             ConfigError: names the key.
         """
+        self.check_restarts(cfg)
         for key in ("rank", "rendezvous"):
             if cfg.cluster[key] is not None:
                 raise ConfigError(
                     f"cluster.{key}={cfg.cluster[key]} was set; it is for processes that are started by hand.",
                     hint=f"set cluster=manual too, or leave out cluster.{key}.",
                 )
+
+    def check_restarts(self, cfg: DictConfig) -> None:
+        """Refuse ``cluster.max_restarts`` where gtrain does not restart the job.
+
+        Raises:
+            ConfigError: names what restarts it instead.
+        """
+        if cfg.cluster.max_restarts and not self.restarts_job:
+            raise ConfigError(
+                f"cluster.max_restarts={cfg.cluster.max_restarts} was set; with cluster={self.name} gtrain does not "
+                "restart the job.",
+                hint=self.restart_hint,
+            )
 
     def rank_info(self, environ: Mapping[str, str] = os.environ) -> RankInfo | None:
         """Return this process's rank; None if this process is the command that starts the ranks."""

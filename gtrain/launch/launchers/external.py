@@ -48,12 +48,15 @@ class ExternalLauncher(Launcher):
 
     Attributes:
         variables: names of the environment variables.
-        job_variables: variables whose values together identify a job among those of one machine.
+        job_variables: variables whose values together identify an attempt of a job among those of one machine; the
+            first one identifies the job.
+        attempt_variable: variable with the number of earlier attempts.
     """
 
     starts_ranks = False
     variables: ClassVar[RankVariables]
     job_variables: ClassVar[tuple[str, ...]]
+    attempt_variable: ClassVar[str]
 
     @abstractmethod
     def detect(self, environ: Mapping[str, str] = os.environ) -> bool:
@@ -91,13 +94,21 @@ class ExternalLauncher(Launcher):
                 hint="make keys with gtrain key cluster.key_file=job.key in a folder that all machines share; or, "
                 "where nobody else can reach the network, set cluster.isolated=true.",
             )
-        set_roster(ServerRoster(counts_of(plans), {}, key_file))
+        set_roster(ServerRoster(counts_of(plans), {}, key_file), self.attempt())
         with keeper.keeper_for(rank_info, plans, cfg) as servers:
             preload()
             sys.modules[PRELOAD].keep_templates_in_memory()
             request.preflight(request.resolved())
             self.ranks_meet = True
-            return resolve(RUN_RANK)(request, rank_info, servers)
+            return resolve(RUN_RANK)(request, rank_info, servers, self.job_id())
+
+    def attempt(self, environ: Mapping[str, str] = os.environ) -> int:
+        """Return how many times the launcher started this job before."""
+        return int(environ.get(self.attempt_variable) or 0)
+
+    def job_id(self, environ: Mapping[str, str] = os.environ) -> str:
+        """Return the launcher's name of this job, which is the same in all attempts."""
+        return f"{self.name} {environ.get(self.job_variables[0], '')}"
 
     def _adopt_world_size(self, cfg: DictConfig, rank_info: RankInfo, overrides: Sequence[str]) -> None:
         """Set the number of ranks to that of the launcher, unless the command sets another.

@@ -24,6 +24,7 @@ class Local(Launcher):
     """gtrain's own agent on this machine, which simulates several machines."""
 
     name = "local"
+    restarts_job = True
 
     def check(self, cfg: DictConfig) -> None:
         super().check(cfg)
@@ -41,8 +42,9 @@ class Local(Launcher):
         num_nodes, devices = (1, 1) if cfg.verb == "partition" else (cfg.trainer.num_nodes, cfg.trainer.devices)
         plans = request.plans()
         request.preflight(cfg)
-        with request.hinting_at_resume():
-            return run_local(
+        key_file = request.key_file()
+        return request.run_restarting(
+            lambda attempt: run_local(
                 TASK,
                 cfg,
                 request.choices,
@@ -51,8 +53,10 @@ class Local(Launcher):
                 log_dir=request.log_dir,
                 roles=plans,
                 config=cfg,
-                key_file=request.key_file(),
+                key_file=key_file,
+                attempt=attempt,
             )
+        )
 
 
 def run_local(
@@ -64,6 +68,7 @@ def run_local(
     roles: Sequence[RolePlan] = (),
     config: Any = None,
     key_file: str | None = None,
+    attempt: int = 0,
 ) -> Any:
     """Run ``task(*args)`` in ``num_nodes * devices`` processes of this machine and wait for all of them.
 
@@ -82,6 +87,7 @@ def run_local(
         roles: servers to start besides the ranks, and how often a dead process is restarted.
         config: the configuration of the servers, ``context.config``.
         key_file: path of the job's key file; with it servers listen on TCP with CURVE instead of Unix sockets.
+        attempt: how many times the job was started before; its logs are then appended.
 
     Returns:
         The return value of rank 0; None, with a message, if it cannot be pickled.
@@ -98,6 +104,7 @@ def run_local(
         "roles": roles,
         "config": config,
         "key_file": key_file,
+        "attempt": attempt,
     }
     with shipping.result_file() as result:
         reason = interpreter.fork_obstacle()

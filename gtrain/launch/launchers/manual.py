@@ -29,7 +29,8 @@ class Manual(Launcher):
     name = "manual"
 
     def check(self, cfg: DictConfig) -> None:
-        """The settings of this launcher are checked where they are used."""
+        """The other settings of this launcher are checked where they are used."""
+        self.check_restarts(cfg)
 
     def owns_run_folder(self, cluster: Any) -> bool:
         """The machines of a job may share the run's folder; the machine of rank 0 owns it."""

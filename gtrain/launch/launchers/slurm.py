@@ -18,9 +18,11 @@ class Slurm(ExternalLauncher):
     """SLURM's srun started the ranks."""
 
     name = "slurm"
+    restart_hint = "leave out cluster.max_restarts: sbatch --requeue restarts the job."
     variables = RankVariables(
         *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_NODEID", "SLURM_NNODES")
     )
+    attempt_variable = "SLURM_RESTART_COUNT"
     job_variables = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
 
     def detect(self, environ: Mapping[str, str] = os.environ) -> bool:

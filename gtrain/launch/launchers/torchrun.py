@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -24,12 +25,20 @@ class Torchrun(ExternalLauncher):
     """torchrun, or another launcher that sets the variables of torch.distributed, started the ranks."""
 
     name = "torchrun"
+    restart_hint = "leave out cluster.max_restarts: torchrun --max-restarts=N restarts the ranks."
     variables = RankVariables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    attempt_variable = "TORCHELASTIC_RESTART_COUNT"
     job_variables = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "GROUP_RANK")
 
     def detect(self, environ: Mapping[str, str] = os.environ) -> bool:
         by_hand = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys()
         return "TORCHELASTIC_RUN_ID" in environ or by_hand
+
+    def job_id(self, environ: Mapping[str, str] = os.environ) -> str:
+        run_id = environ.get("TORCHELASTIC_RUN_ID", "none")
+        if run_id != "none":  # torchrun's default, the same for all jobs
+            return f"{self.name} {run_id}"
+        return f"{self.name} {socket.gethostname()} {os.getppid()}"
 
     def environment(self) -> ClusterEnvironment:
         from lightning.fabric.plugins.environments import TorchElasticEnvironment

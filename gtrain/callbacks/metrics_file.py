@@ -1,0 +1,41 @@
+"""The CSV file of a run's metrics, which a restarted job continues."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loggers import CSVLogger
+
+from gtrain.launch import slot as slots
+
+
+class MetricsFile(CSVLogger):
+    """Lightning's ``CSVLogger``, which also keeps the rows of the job's earlier attempts.
+
+    Lightning deletes an existing ``metrics.csv``. A restarted job resumes from a checkpoint, so the rows up to that
+    checkpoint are part of its metrics.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        file = Path(self.log_dir, "metrics.csv")
+        self._earlier: list[dict[str, str]] = []
+        if slots.attempt() and file.is_file():
+            with open(file, newline="") as rows:
+                self._earlier = list(csv.DictReader(rows))
+
+    @rank_zero_only
+    def restore(self, steps: int) -> None:
+        """Log the rows of the earlier attempts again.
+
+        Args:
+            steps: optimizer steps of the checkpoint; rows of later steps are computed again.
+        """
+        for row in self._earlier:
+            if int(row["step"]) < steps:
+                values: dict[str, Any] = {name: text for name, text in row.items() if text and name != "step"}
+                self.experiment.log_metrics(values, int(row["step"]))
+        self._earlier = []
