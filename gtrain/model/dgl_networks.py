@@ -94,7 +94,7 @@ class DglSAGE(DglNetwork):
         **settings: Any,
     ) -> None:
         if aggr not in _SAGE:
-            raise ConfigError(f"model.aggr={aggr} was set.", hint=f"dgl.nn.SAGEConv has {', '.join(_SAGE)}.")
+            raise ConfigError(f"model.aggr={aggr} was set.", hint=f"dgl.nn.SAGEConv supports {', '.join(_SAGE)}.")
         conv = load_dgl("model=dgl_sage").nn.SAGEConv
         widths = [in_channels, *[hidden_channels] * (num_layers - 1), out_channels]
         convs = [conv(a, b, aggr) for a, b in zip(widths, widths[1:], strict=False)]

@@ -103,6 +103,8 @@ def save(
         CheckpointError: the state contains an object that only unpickling could restore.
         DiskFullError: a file did not fit; the message names it.
     """
+    # Three phases with barriers: rank 0 creates the folder, all ranks write into it, rank 0 writes the manifest and
+    # renames. `group.passed()` is true in a restarted rank that catches up with a phase which the group has finished.
     temporary = path.with_name(path.name + ".part")
     if group.rank == 0 and not group.passed():
         shutil.rmtree(temporary, ignore_errors=True)
@@ -127,7 +129,7 @@ def save(
 def load(
     group: Group, path: Path, module: Module, *, restore_rng: bool, numbering: Mapping[str, Any] | None = None
 ) -> Loaded:
-    """Load a checkpoint after checking that it belongs to ``module``, and its learned rows to the data.
+    """Load a checkpoint after checking that its parameters match ``module`` and its learned rows match the data.
 
     Args:
         group: the ranks; each reads its shard.

@@ -1,8 +1,9 @@
-"""A mesh of connections between all ranks of a group, and messages on them.
+"""A mesh of connections between all ranks of a group: tagged messages, heartbeats (pings) and failure detection.
 
 Two ranks have two connections, one per direction. A thread of the sender writes to it and a thread of the receiver
-reads from it; both release the interpreter lock while bytes move. Messages of up to :data:`EAGER_BYTES` are sent at
-once. A larger one waits until the receiver has posted a buffer, so that the receiver never copies it.
+reads from it; both release the interpreter lock while bytes move. Messages of up to :data:`EAGER_BYTES` are sent
+*eagerly*. A larger one follows the *rendezvous* protocol: it waits until the receiver has posted a buffer and has sent
+READY, so that the receiver never copies it.
 
 Each frame is a header and its content:
 
@@ -10,8 +11,9 @@ Each frame is a header and its content:
     tag    8 bytes   the number of the message; in a pong, the rank that its sender waits for (-1: none)
     size   8 bytes   the length of the content
 
-A rank that waits for another sends it a ping, and the pong says which rank that one waits for. So messages can name the
-rank that all others wait for in the end, and tell a busy rank from one that is stopped or cut off.
+Heartbeats are sent on demand. A rank that waits for another sends it a ping, and the pong has the rank that the other
+one waits for. So the terminal can name the rank at the end of a chain of waits, and a rank that is busy differs from
+one that is stopped or unreachable.
 """
 
 from __future__ import annotations
@@ -89,8 +91,11 @@ class _Peer:
         self._queue: deque[tuple[int, int, PendingMessage | None]] = deque()
         self._queued = threading.Condition(self.lock)
         self._writing = self._closing = False
-        self._held_back: dict[int, deque[PendingMessage]] = {}  # large messages whose receiver is not ready, by tag
-        self._ready: dict[int, int] = {}  # receivers that are ready for a message that is not sent yet, by tag
+        # State of the rendezvous protocol, by tag, each in the order of the calls. Sender: large messages without a
+        # READY yet, and the number of READYs without a message yet.
+        self._held_back: dict[int, deque[PendingMessage]] = {}
+        self._ready: dict[int, int] = {}
+        # Receiver: buffers without a message yet, and small messages without a buffer yet.
         self._expected: dict[int, deque[PendingMessage]] = {}
         self._arrived: dict[int, deque[bytearray]] = {}
         self._threads: list[threading.Thread] = []
@@ -152,6 +157,7 @@ class _Peer:
                     continue
                 size = len(work.view)
                 head = _FRAME.pack(kind, tag, size)
+                # One system call for a small message; a large one is not copied to join it with its header.
                 if size <= EAGER_BYTES:
                     connection.sendall(b"".join((head, work.view)))
                 else:
@@ -207,7 +213,7 @@ class _Peer:
                 elif kind == FrameKind.BYE:
                     raise ConnectionResetError("it left the group")
                 else:
-                    raise ConnectionAbortedError(f"a frame of kind {kind} came")
+                    raise ConnectionAbortedError(f"a frame of the unknown type {kind} arrived")
         except Exception as error:  # noqa: BLE001 - every waiting call must end
             self.fail(self._gone(error))
         finally:
@@ -221,9 +227,10 @@ class _Peer:
             if works is not None and not works:
                 del self._expected[tag]
         if work is None or len(work.view) != size:
+            # A large message is sent only after READY, so without a buffer of its size the two ranks disagree.
             if work is not None or size > EAGER_BYTES:
-                expected = "no large message was" if work is None else f"{len(work.view)} were"
-                error = ConnectionAbortedError(f"{size} bytes where {expected} expected")
+                expected = "no large message was" if work is None else f"{len(work.view)} bytes were"
+                error = ConnectionAbortedError(f"{size} bytes arrived, but {expected} expected")
                 if work is not None:
                     work.finish(self._gone(error))
                 raise error
@@ -264,6 +271,7 @@ class _Peer:
                 self._ready[tag] = self._ready.get(tag, 0) + 1
                 return
             self._post(FrameKind.DATA, tag, works.popleft())
+            # Small messages behind it were held back only to keep the order of the tag.
             while works and len(works[0].view) <= EAGER_BYTES:
                 self._post(FrameKind.DATA, tag, works.popleft())
             if not works:
@@ -346,6 +354,10 @@ class Mesh:
 
     # ------------------------------------------------------------------------------------------ forming
 
+    # Each rank connects to all others (its sending connections) and accepts one connection from each (the receiving
+    # ones), so that no order of ranks is needed. Both sides of a connection name the group: a rank of an earlier
+    # incarnation is refused.
+
     def connect(
         self,
         listeners: Sequence[socket.socket],
@@ -399,7 +411,7 @@ class Mesh:
                 connected = self._accepted.wait_for(self._all_connected, max(0.0, deadline - time.monotonic()))
             if not connected:
                 missing = [self.name_of(other) for other, peer in self._peers.items() if peer.source is None]
-                raise PeerLostError(f"{', '.join(missing)} did not come within {seconds:g} s")
+                raise PeerLostError(f"{', '.join(missing)} did not connect within {seconds:g} s")
         except BaseException:
             self.close()
             raise
@@ -445,7 +457,7 @@ class Mesh:
             raise type(work.error)(work.error.message, hint=work.error.hint) from work.error
 
     def _wait_long(self, work: PendingMessage) -> None:
-        """Wait on, ping the rank, and report the rank that is waited for."""
+        """Continue to wait; send heartbeats to the rank, and report the rank that this one waits for."""
         peer = self._peers[work.peer]
         start = time.monotonic() - _PING_SECONDS
         next_report, next_ping, next_stacks = SAY_SECONDS, 0.0, _STACK_SECONDS
@@ -461,21 +473,22 @@ class Mesh:
                 if waited >= next_report:
                     self._report_wait(peer, waited)
                     next_report = 30.0 if waited < 30 else next_report + 30.0
+                # The peer answers and waits for no other rank: it is the end of the chain, so its stacks tell why.
                 if waited >= next_stacks and silent < next_stacks / 2 and peer.waits_for < 0:
                     peer.send_control(FrameKind.STACKS)
                     next_stacks *= 10
                 if silent >= self._timeout_seconds:
                     peer.fail(
                         SilentRankError(
-                            f"{self.name_of(work.peer)} has given no sign of life for {silent:.0f} s",
-                            hint="check whether it is stopped or its machine is cut off; the limit is "
+                            f"{self.name_of(work.peer)} has sent no heartbeat for {silent:.0f} s",
+                            hint="check whether it is stopped or its machine is unreachable; the limit is "
                             f"strategy.timeout_seconds={self._timeout_seconds:g}.",
                         )
                     )
                 elif waited >= max(BUSY_SECONDS, self._timeout_seconds):
                     peer.fail(
                         PeerLostError(
-                            f"{self.name_of(work.peer)} answers, but has been busy with something else for "
+                            f"{self.name_of(work.peer)} sends heartbeats, but has been busy with something else for "
                             f"{waited:.0f} s"
                         )
                     )
@@ -492,7 +505,8 @@ class Mesh:
             self._say(f"waiting for {self.name_of(other)}, {waited:.0f} s")
 
     def waits_for(self, besides: int) -> int:
-        """Return the rank that this one waits for in the end; -1 if it waits for none, or for ``besides``."""
+        """Return the rank at the end of this rank's chain of waits; -1 if it waits for none, or for ``besides``."""
+        # -1 and `besides` break cycles: two ranks that wait for each other both report the first rank of their chain.
         first = self._waiting
         if first is None or first == besides:
             return -1

@@ -1,7 +1,11 @@
-"""A client's side of the protocol: handshakes, requests, replies, reconnects and server restarts.
+"""A client's side of the protocol: handshakes, requests, replies, reconnects, retries and server restarts.
 
 "Wire" in docs/formats.md specifies the protocol. The client calls everything here with its lock held. Results go into a
 queue of deliveries, which the client runs without the lock, because a future's callback may send a request.
+
+**Retries.** A request is sent again only if the server's WELCOME after a reconnect lists it as never received, or if a
+server incarnation rejects a request (STALE) that was sent once. The server's session recognises repetitions, so every
+request is executed at most once.
 """
 
 from __future__ import annotations
@@ -36,11 +40,11 @@ class ClientSession:
     """A client's session with one server.
 
     Args:
-        peer: what to call the server in messages.
-        address: the server's.
-        name, incarnation: the client's.
+        peer: name of the server in messages.
+        address: address of the server.
+        name, incarnation: name and incarnation of the client.
         security: the job's keys, or None.
-        limits: of this side.
+        limits: limits of this side.
         deliveries: receives, for each finished request, a function that gives its future the result.
     """
 
@@ -62,6 +66,8 @@ class ClientSession:
         self._peer, self._address, self._name, self._incarnation = peer, address, name, incarnation
         self._security, self._deliveries = security, deliveries
         self._limits = self._agreed = limits
+        # A connection is lost -> connected (HELLO sent: handshaking) -> ready (WELCOME received). Requests are sent
+        # while it is ready; submitted earlier, they wait in `pending` with `sent` 0 and go out with the WELCOME.
         self._is_open = False
         self._ready = False  # the server has welcomed this connection
         self._handshake = 0  # number of the last HELLO
@@ -160,7 +166,7 @@ class ClientSession:
     # ------------------------------------------------------------------------------------------------ replies
 
     def advance(self, done: Callable[[], bool]) -> float:
-        """Do what can be done without waiting, or until ``done``.
+        """Receive and handle all messages that have arrived, and fail requests past their deadlines; never wait.
 
         Args:
             done: whether the reply that the caller waits for has arrived; called after each message.

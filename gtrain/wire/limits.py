@@ -1,4 +1,4 @@
-"""Limits of the size of a message, and of the messages in flight."""
+"""Limits of the size of a message, and of the messages in flight (backpressure)."""
 
 from __future__ import annotations
 

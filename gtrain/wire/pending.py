@@ -1,4 +1,4 @@
-"""A client's unanswered requests: their numbers, sizes, deadlines and errors, and what the server may forget."""
+"""A client's unanswered requests: their numbers, sizes, deadlines and errors, and the acknowledgements of replies."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PendingRequest:
         """Return the error of a request without a reply at its deadline."""
         if self.sent:
             text = f"{peer} did not answer {self.method!r} within {self.seconds:g} s"
-            hint = f"look into the log of {peer}: it is busy, stopped or gone; or allow more time"
+            hint = f"see the log of {peer}: it is busy, stopped or gone; or allow more time"
         else:
             text = f"{peer} at {address} was not reached within {self.seconds:g} s for the request {self.method!r}"
             hint = f"check that {peer} runs and that its address can be reached from this machine"
@@ -70,7 +70,7 @@ class PendingRequest:
         return PeerRestartedError(
             f"{peer} was restarted, or has forgotten this client, during the request {self.method!r}; whether it was "
             "executed is unknown",
-            hint=f"look into the log of {peer} for why it ended",
+            hint=f"see the log of {peer} for why it ended",
         )
 
     def remote_error(self, peer: str, fields: Mapping[str, Any]) -> RemoteError:

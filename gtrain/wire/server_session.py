@@ -1,4 +1,8 @@
-"""A server's side of a session: which requests of a client were executed, and the replies kept for repetition."""
+"""A server's side of a session: the status of each request of a client, and the replay buffer of its replies.
+
+The session recognises retries of a request, and repeats the reply instead of executing it again. It also applies
+backpressure: while the replay buffer of a client is full, its further requests are parked.
+"""
 
 from __future__ import annotations
 
@@ -83,10 +87,10 @@ class Caller:
 
 
 class RequestStatus(Enum):
-    """What a server has done with a request."""
+    """The state of a request at the server, and the reaction to its (repeated) arrival."""
 
     NEW = 0
-    """Nothing: execute it."""
+    """It has not arrived before: execute it."""
     IN_PROGRESS = 1
     """It is being executed, or waits: drop the repetition."""
     ANSWERED = 2
@@ -108,7 +112,7 @@ class ServerSession:
         limits: the smaller of both sides' limits.
         low: low-water mark: all requests below it are finished.
         finished: finished requests above the mark.
-        replies: replies that the client has not acknowledged, by request.
+        replies: the replay buffer: replies that the client has not acknowledged, by request.
         running: sizes in bytes of the requests whose handlers returned a future, by request.
         parked: requests that wait until the client has acknowledged replies, with their sizes.
         unacknowledged_bytes: size of ``replies``.
@@ -128,13 +132,15 @@ class ServerSession:
     waiting_bytes: int = 0
 
     def status(self, sequence: int) -> RequestStatus:
-        """Return what the server has done with the request of this number."""
+        """Return the status of the request with this number."""
         if sequence < self.low or sequence in self.finished:
             return RequestStatus.FINISHED
         if sequence in self.replies:
             return RequestStatus.ANSWERED
         if sequence in self.running or any(header.sequence == sequence for header, _, _ in self.parked):
             return RequestStatus.IN_PROGRESS
+        # The bound keeps `finished` finite: a client acknowledges at most MAX_ACKNOWLEDGED numbers above the mark at
+        # once.
         return RequestStatus.NEW if sequence <= self.low + 2 * MAX_ACKNOWLEDGED else RequestStatus.OUT_OF_RANGE
 
     @property

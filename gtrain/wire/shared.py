@@ -225,7 +225,7 @@ def _plan_layout(
     for key, value in tensors.items():
         shape, dtype = (value.shape, value.dtype) if isinstance(value, Tensor) else value
         if dtype not in DTYPE_NAMES:
-            raise WireError(f"a tensor of {dtype} cannot be shared", hint="use a plain dtype")
+            raise WireError(f"a tensor of {dtype} cannot be shared", hint=f"use one of {', '.join(DTYPES)}")
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT
         layout.append((key, DTYPE_NAMES[dtype], tuple(shape), offset))
         end = offset + torch.Size(shape).numel() * dtype.itemsize

@@ -206,7 +206,7 @@ def warm_start(
                 hint=f"set model.dimension (and model.bias) as there, so that there are {other['columns']} columns.",
             )
         known = _copy_rows(folder, other, old, store, table, entity.spec.name)
-        log.info("warm start: %d of %d %ss were known to %s", known, entity.spec.rows, entity.spec.name, folder)
+        log.info("warm start: %d of %d %ss have a vector in %s", known, entity.spec.rows, entity.spec.name, folder)
     saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)["state_dict"]
     _copy_relations(folder, (saved, description["relations"]), (shared, relations), old, store)
 

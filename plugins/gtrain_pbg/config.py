@@ -124,7 +124,7 @@ class PBGConfig(StrategyConfig):
         if self.partition_path is not None and self.partition_servers != 0:
             raise ConfigError(
                 f"strategy.partition_path={self.partition_path} was set; with "
-                f"strategy.partition_servers={self.partition_servers} partitions are on servers, and not in a folder.",
+                f"strategy.partition_servers={self.partition_servers} servers store the partitions, not a folder.",
                 hint="set strategy.partition_servers=0, or remove strategy.partition_path.",
             )
 
@@ -222,7 +222,7 @@ def check_training(trainer: Any, data: StoreData | None, model: ModelRecipe) -> 
     if isinstance(limit, int) and limit and trainer.num_nodes > 1:
         raise ConfigError(
             f"trainer.limit_train_batches={limit} was set with trainer.num_nodes={trainer.num_nodes}; strategy=pbg "
-            "leases buckets to several machines, whose epoch ends when all buckets are trained.",
+            "on several machines ends an epoch when all buckets are trained, not after a number of batches.",
             hint="remove trainer.limit_train_batches, or set trainer.num_nodes=1.",
         )
     size = None if data is None else data.batch_size

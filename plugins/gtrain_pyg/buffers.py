@@ -1,10 +1,10 @@
 """Reusable memory for batches, since touching fresh pages costs more than filling them.
 
-Memory comes in *blocks*. An array over a block holds a *lease*, and everything that can reach the memory holds the
-lease: views and slices of the array, memory views, tensors made of it and their views, storages that autograd has
-saved, messages in transit. When the last reference is dropped, in any thread, the block is free for the next array.
-Nothing has to be returned explicitly, and a batch that is still referenced is never overwritten. Blocks that stay
-unused go back to the system.
+Memory is divided into *blocks*. An array over a block refers to a :class:`_BlockOwner`, and so does everything that can
+reach the memory: views and slices of the array, memory views, tensors made from it and their views, storages that
+autograd has saved, messages in transit. When the last reference is dropped, in any thread, the block is free for the
+next array. Nothing is returned explicitly, and a batch that is still referenced is never overwritten. Blocks that stay
+unused are returned to the system.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class BufferPool:
         nbytes = dtype.itemsize * math.prod(lengths)
         if nbytes < SMALL_BYTES:
             return np.empty(lengths, dtype)
-        lease = _Lease(self._block(_size(nbytes)), self._free)
-        lease.__array_interface__ = {
+        owner = _BlockOwner(self._block(_size(nbytes)), self._free)
+        owner.__array_interface__ = {
             "version": 3,
             "shape": lengths,
             "typestr": dtype.str,
-            "data": (lease.block.address, False),
+            "data": (owner.block.address, False),
         }
-        return np.asarray(lease)
+        return np.asarray(owner)
 
     def tensor(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a contiguous tensor of any plain dtype."""
@@ -126,10 +126,10 @@ class _Block:
         self.address = address_of(self._memory) + start
 
 
-class _Lease:
-    """A reference to a block, which numpy stores as the ``base`` of an array and of all views of it.
+class _BlockOwner:
+    """The owner of a block's memory, which numpy stores as the ``base`` of an array and of all views of it.
 
-    An array cannot serve as the lease: the base of its views is not the array, but the owner of its memory.
+    Its destructor frees the block. The array itself cannot do this: the base of its views is not the array.
     """
 
     __slots__ = ("__array_interface__", "_free", "block")

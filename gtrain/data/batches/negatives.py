@@ -32,7 +32,7 @@ class Negatives:
         edge_type: the edges' type; None means the only one.
         split: ``train``, ``val`` or ``test``.
         seed: of the numbers.
-        amount: false edges for each true one, above 0; a whole number but for ``binary``.
+        amount: negative edges per true edge, above 0; an integer unless the mode is ``binary``.
         form: see :class:`~gtrain.data.batches.scored_edges.ScoredEdges`.
         time: name of the node tensor with times: no end is later than the time of its edge, if that has one. Of a few
             nodes drawn the first that is there by then is taken, or else the earliest of all.
@@ -137,7 +137,7 @@ def check_negatives(form: str | None, amount: float) -> None:
         )
     if not amount > 0 or math.isinf(amount):
         raise ConfigError(
-            f"data.neg_sampling_ratio={amount} was set; it is the number of false edges for each true one.",
+            f"data.neg_sampling_ratio={amount} was set; it is the number of negative edges per true edge.",
             hint="set a number above 0.",
         )
     if form != "binary" and amount != int(amount):

@@ -59,7 +59,7 @@ def read_named_table(path: Path, names: pa.LargeStringArray, comments: str = COM
         node = int(counts.argmax())
         first, second = (f"{path}, line {lines.line(row)}" for row in np.flatnonzero(ids == node)[:2].tolist())
         raise DataError(
-            f"{second}: a second line for {names[node].as_py()!r}, after {first}", hint="delete one of the two lines"
+            f"{second}: {names[node].as_py()!r} already has a line: {first}", hint="delete one of the two lines"
         )
     return NamedTable(ids, values)
 

@@ -107,7 +107,7 @@ def check_integers(name: str, values: object, rows: int, origin: str, *, negativ
     if not negative and rows and int(values.min()) < 0:
         row = int((values < 0).nonzero()[0])
         raise DataError(
-            f"{origin}: {name} has {int(values[row])} at row {row}, and it counts from 0", hint=f"correct {name}"
+            f"{origin}: {name} is {int(values[row])} at row {row}; values must be 0 or more", hint=f"correct {name}"
         )
 
 
@@ -322,7 +322,7 @@ def _check_mask(name: str, mask: Tensor, num_nodes: int, origin: str) -> None:
     check_rows(name, mask, num_nodes, origin)
     if mask.dim() > 2 or not ((mask == 0) | (mask == 1)).all():
         raise DataError(
-            f"{origin}: {name} is not a mask: it should hold true and false, as [N] or [N, number of splits]",
+            f"{origin}: {name} is not a mask: it must be boolean, of shape [N] or [N, number of splits]",
             hint=f"give {name} as torch.bool, one row for each node",
         )
 
@@ -351,7 +351,7 @@ def _check_classes(y: Tensor, unlabelled: int | None, num_classes: int | None, o
     if wrong.numel():
         node = int(wrong[0])
         raise DataError(
-            f"{origin}: the label of node {node} is {float(y[node])}, and labels are integers; {wrong.numel()} of "
+            f"{origin}: the label of node {node} is {float(y[node])}; labels must be integers, and {wrong.numel()} of "
             f"{y.numel()} are not",
             hint="give each node a class 0..C-1; mark those without a label by -1, and set data.unlabelled=-1",
         )

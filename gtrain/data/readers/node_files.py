@@ -194,7 +194,7 @@ class NumberedNodes:
             node = int(counts.argmax())
             first, second = (table.line(row) for row in np.flatnonzero(ids == node)[:2].tolist())
             raise DataError(
-                f"{table.path}, line {second}: a second label for node {node}, which has one in line {first}",
+                f"{table.path}, line {second}: node {node} already has a label, in line {first}",
                 hint="delete one of the two lines",
             )
         return self.files.fill_unlabelled(table.path, ids, labels, num_nodes)

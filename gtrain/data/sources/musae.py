@@ -139,7 +139,7 @@ class MusaeData(GraphDataModule):
         ascending = ids[order]
         if (position := first_true(ascending[1:] == ascending[:-1])) is not None:
             row = int(order[position + 1])
-            raise DataError(f"{_line(path, row)}: a second label for node {ids[row]}", hint="delete the line")
+            raise DataError(f"{_line(path, row)}: node {ids[row]} already has a label", hint="delete the line")
         values = labels.to_pylist()
         classes = sorted(set(values))
         number = {value: position for position, value in enumerate(classes)}
@@ -224,7 +224,7 @@ def _read_features(path: Path, ids: Ints) -> Tensor:
         raise DataError(f"{path}, line {err.lineno}: not JSON: {err.msg}", hint="copy or download it again") from err
     except (AttributeError, TypeError, ValueError) as err:
         raise DataError(
-            f"{path} has no list of feature ids for each node: {err}", hint='write it as {"0": [3, 17], "1": []}'
+            f"{path} must have a list of feature ids for each node: {err}", hint='write it as {"0": [3, 17], "1": []}'
         ) from err
     rows, unknown = _positions(nodes, ids)
     if unknown.any():

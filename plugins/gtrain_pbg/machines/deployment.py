@@ -94,7 +94,7 @@ class MultiMachineDeployment:
     ) -> None:
         if not servers.count("lock"):
             raise ConfigError(
-                "strategy=pbg was to train on several machines, and the job has no lock server.",
+                "strategy=pbg on several machines needs a lock server, and this job has none.",
                 hint="start it with the gtrain command, or set num_nodes=1.",
             )
         self._settings, self._servers = settings, servers

@@ -99,7 +99,7 @@ class ServerRequest:
                 raise SilentRankError(
                     f"waited {error.seconds:g} s for {names}",
                     hint="check whether it is stopped, or its machine is unreachable; strategy.timeout_seconds="
-                    f"{error.seconds:g} is the longest wait.",
+                    f"{error.seconds:g} limits the wait.",
                 ) from error
             else:
                 servers.handle_reply(self._server, reply)

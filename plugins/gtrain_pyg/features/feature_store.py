@@ -367,7 +367,7 @@ class PendingBatch:
             ValueError: called before.
         """
         if self._lookups is None:
-            raise ValueError("the batch's tensors were taken before, and its ids are released")
+            raise ValueError("get() was called before on this batch; it can be called once, because it frees the ids")
         lookups, self._lookups = self._lookups, None
         # While replies are in transit, hosted and cached rows are copied. If all have arrived, one pass copies all
         # rows.

@@ -142,7 +142,7 @@ def test_a_rank_that_stays_stopped_is_named_when_the_job_ends(victim: int, tmp_p
     os.kill(children(job.pid)[victim], signal.SIGSTOP)
     done = job.end()
     assert done.returncode == 1
-    assert re.search(rf"rank {victim} \(machine {victim}\) has given no sign of life for \d+ s", done.stderr)
+    assert re.search(rf"rank {victim} \(machine {victim}\) has sent no heartbeat for \d+ s", done.stderr)
     assert "gloo" not in done.stderr and "Traceback" not in done.stderr
 
 

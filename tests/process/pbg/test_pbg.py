@@ -222,7 +222,7 @@ def test_what_does_not_suit_is_said_in_a_sentence(tmp_path: Path) -> None:
         (["trainer.limit_train_batches=0.5"], "cannot train a fraction"),
         (
             ["trainer.num_nodes=2", "strategy.num_partitions=4", "trainer.limit_train_batches=1"],
-            "leases buckets to several machines",
+            "not after a number of batches",
         ),
         (["model.dimension=15"], "15 / 2 = 7.5 complex numbers"),
         (["model.optimizer._target_=torch.optim.Adam"], "RowwiseAdagrad"),

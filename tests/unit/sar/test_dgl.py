@@ -131,7 +131,7 @@ def test_dgl_missing_is_one_sentence(error: Exception, monkeypatch: pytest.Monke
     [
         (
             lambda: DglSAGE(4, 8, 2, aggr="max"),
-            "model.aggr=max was set.\nHINT: dgl.nn.SAGEConv has mean, gcn, pool, lstm",
+            "model.aggr=max was set.\nHINT: dgl.nn.SAGEConv supports mean, gcn, pool, lstm",
         ),
         (lambda: DglSAGE(4, 8, 2, norm="graph"), "model.norm=graph was set.\nHINT: the norms are batch, layer, none"),
         (lambda: DglGAT(4, 10, 2, heads=4), "10 / 4 = 2.5"),

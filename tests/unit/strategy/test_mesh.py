@@ -152,7 +152,7 @@ def test_a_silent_rank_is_named_by_all_who_wait_for_it_in_the_end(monkeypatch: p
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(lambda: made[0].wait(made[0].receive(memoryview(bytearray(4)), 1, 1)))
             second = pool.submit(lambda: made[1].wait(made[1].receive(memoryview(bytearray(4)), 2, 1)))
-            with pytest.raises(SilentRankError, match=r"rank 2 \(machine 2\) has given no sign of life for \d+ s"):
+            with pytest.raises(SilentRankError, match=r"rank 2 \(machine 2\) has sent no heartbeat for \d+ s"):
                 second.result()
             made[1].send(memoryview(b"late"), 0, 1)
             first.result()  # rank 1 gave signs of life, and was waited for

@@ -108,7 +108,7 @@ def test_labels_of_some_nodes(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="labels for 2 nodes, and the graph has 3(.|\n)*unlabelled=-1"):
         EdgesData(path=path, labels=labels).read()
     assert EdgesData(path=path, labels=labels, unlabelled=-1).read().y.tolist() == [0, -1, 1]
-    with pytest.raises(DataError, match="line 2: a second label for node 0"):
+    with pytest.raises(DataError, match="line 2: node 0 already has a label"):
         EdgesData(path=path, labels=write(tmp_path, "z", "0 1\n0 0\n"), unlabelled=-1).read()
     np.save(tmp_path / "y.npy", np.array(1))
     with pytest.raises(DataError, match=r"data\.labels=.*y\.npy has shape \[\]; \[N\]"):
