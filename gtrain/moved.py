@@ -186,6 +186,8 @@ MOVED = {
     "gtrain_pbg.kernels.bags": "gtrain_pbg.kernels.updates",
     "gtrain_pbg.kernels.factors": "gtrain_pbg.kernels.tiles",
     "gtrain_pbg.machines.leased": "gtrain_pbg.machines.deployment",
+    "gtrain_pbg.machines.group": "gtrain_pbg.machines.lock_client",
+    "gtrain_pbg.memory": "gtrain_pbg.training",
     "gtrain_pbg.optimizers": "gtrain_pbg.training",
     "gtrain_pbg.order": "gtrain_pbg.buckets",
     "gtrain_pbg.step.arithmetic": "gtrain_pbg.step.matmul_format",

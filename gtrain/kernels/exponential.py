@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 from numba import njit, types
-from numba.extending import overload
 
-from gtrain.kernels.options import STRICT
+from gtrain.kernels.options import STRICT, by_type
 
 ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, which is then in the low bits
 ROUND_BITS = np.int32(0x4B400000)  # the bit pattern of ``ROUND``
@@ -37,14 +36,17 @@ _P1, _P2, _P3 = np.float32(0.6931469), np.float32(0.24022239), np.float32(0.0555
 _P4, _P5 = np.float32(0.00967167), np.float32(0.00132353)
 
 
+@by_type(lambda x: _exp_single if x is types.float32 else _exp_double, jit_options={"fastmath": STRICT})
 def exp(x: Any) -> Any:
     """Return e**x, in the precision of x."""
-    raise NotImplementedError("compiled only")
 
 
+@by_type(
+    lambda x: _exp_of_negative_single if x is types.float32 else _exp_double,
+    jit_options={"fastmath": STRICT, "forceinline": True},
+)
 def exp_of_negative(x: Any) -> Any:
     """Return e**x for x <= 0, in the precision of x; in float32 at least 2**-126."""
-    raise NotImplementedError("compiled only")
 
 
 def _exp_single(x: Any) -> Any:
@@ -70,16 +72,6 @@ def _exp_of_negative_single(x: Any) -> Any:
 
 def _exp_double(x: Any) -> Any:
     return math.exp(x)
-
-
-@overload(exp, jit_options={"fastmath": STRICT})
-def _typed_exp(x: Any) -> Any:
-    return _exp_single if x is types.float32 else _exp_double
-
-
-@overload(exp_of_negative, jit_options={"fastmath": STRICT, "forceinline": True})
-def _typed_exp_of_negative(x: Any) -> Any:
-    return _exp_of_negative_single if x is types.float32 else _exp_double
 
 
 @njit(cache=True, nogil=True, fastmath=STRICT)

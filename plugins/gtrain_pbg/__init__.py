@@ -24,12 +24,22 @@ backend = Backend(
     conf="gtrain_pbg.conf",
     serves=SERVES,
     roles={
-        "lock": Role("gtrain_pbg.machines.lock_server:main", config.count_locks, restarts=config.max_restarts),
-        "partition": Role(
-            "gtrain_pbg.machines.partition_server:main", config.count_partition_servers, restarts=config.max_restarts
+        "lock": Role(
+            "gtrain_pbg.machines.lock_server:main",
+            config.count_locks,
+            restarts=lambda cfg: cfg.strategy.max_restarts,
         ),
-        "worker": Role(restarts=config.worker_restarts),
-        "parameter": Role("gtrain_pbg.machines.parameter_server:main", config.count_parameter_servers),
+        "partition": Role(
+            "gtrain_pbg.machines.partition_server:main",
+            config.count_partition_servers,
+            restarts=lambda cfg: cfg.strategy.max_restarts,
+        ),
+        # a worker is restarted only if it dies before it has joined a job of several machines
+        "worker": Role(restarts=lambda cfg: cfg.strategy.max_restarts if cfg.trainer.num_nodes > 1 else 0),
+        "parameter": Role(
+            "gtrain_pbg.machines.parameter_server:main",
+            lambda cfg: cfg.trainer.num_nodes if cfg.trainer.num_nodes > 1 else 0,
+        ),
     },
     store="gtrain_pbg.config:store_settings",
     parts_key="strategy.num_partitions",

@@ -35,10 +35,9 @@ def bucket_order(order: str, partitions: int, buffer: int, seed: int) -> list[Bu
     rng = random.Random(seed)
     names = list(range(partitions))
     buckets = list(product(names, names))
-    if order == "sequential":
-        return buckets
     if order == "random":
         rng.shuffle(buckets)
+    if order in ("random", "sequential"):
         return buckets
     if order == "affinity":
         return _by_affinity(buckets, rng)
@@ -171,8 +170,13 @@ class PartitionBuffer:
             during = self._load(needed[number + 1], needed[number], needed, number + 1)
             after = dict(self.slot_of)
             soon = self._load(needed[number + 1], set(), needed, number + 1)
-            ends_chunk = last or buckets[number + 1][1] > chunk
-            plan.append(ScheduledBucket(bucket, chunk, slots, before, during, after, soon, ends_chunk, last))
+            plan.append(
+                ScheduledBucket(
+                    *(bucket, chunk, slots, before, during, after, soon),
+                    ends_chunk=last or buckets[number + 1][1] > chunk,
+                    last=last,
+                )
+            )
             before = soon
         return plan
 

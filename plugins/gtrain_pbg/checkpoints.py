@@ -119,24 +119,28 @@ def describe(
         relations: see :func:`relations_of`.
         matmul: number format of the matrix products that trained it; None: nothing was trained.
     """
-    types = {
-        entity.spec.name: {
-            "file": entity.name,
-            "partitions": entity.partitions.count,
-            "rows": entity.spec.rows,
-            "columns": entity.spec.dim,
-        }
-        for entity in tables.types
+    content = {
+        "format": FORMAT,
+        "store": str(store.path.absolute()),
+        "types": {
+            entity.spec.name: {
+                "file": entity.name,
+                "partitions": entity.partitions.count,
+                "rows": entity.spec.rows,
+                "columns": entity.spec.dim,
+            }
+            for entity in tables.types
+        },
+        "relations": relations,
+        "numbering": _numbering(store),
+        "matmul": matmul,
     }
-    content = {"format": FORMAT, "store": str(store.path.absolute()), "types": types, "relations": relations}
-    content |= {"numbering": _numbering(store), "matmul": matmul}
     (folder / DESCRIPTION).write_text(json.dumps(content, indent=1))
 
 
 def matmul_of(folder: Path) -> str:
     """Return the number format of the products that trained a checkpoint; float32 if an earlier gtrain wrote it."""
-    description: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text())
-    return str(description.get("matmul") or "float32")
+    return str(json.loads((folder / DESCRIPTION).read_text()).get("matmul") or "float32")
 
 
 def check_numbering(folder: Path, store: Store) -> None:
@@ -158,8 +162,8 @@ def check_numbering(folder: Path, store: Store) -> None:
 
 def _numbering(store: Store) -> dict[str, int]:
     """Return checksums of the files that say which node a row of a partition belongs to."""
-    pattern = re.compile(r"part-\d+/nodes/.*/orig_id\.npy")
-    return {name: crc for name, crc in store.manifest.checksums.items() if pattern.fullmatch(name)}
+    checksums = store.manifest.checksums.items()
+    return {name: crc for name, crc in checksums if re.fullmatch(r"part-\d+/nodes/.*/orig_id\.npy", name)}
 
 
 def warm_start(
@@ -190,9 +194,10 @@ def warm_start(
             hint="give the folder of a run of strategy=pbg, or one of its checkpoints.",
         )
     description = _description(folder)
-    hint = "keep the store of a run that others are to start from (gtrain partition makes it again)."
     old = _old_store(
-        f"strategy.warm_start={path}: the store {{}}, which has the names of its nodes,", hint, description
+        f"strategy.warm_start={path}: the store {{}}, which has the names of its nodes,",
+        "keep the store of a run that others are to start from (gtrain partition makes it again).",
+        description,
     )
     for entity, table in zip(tables.types, tables.tables, strict=True):
         other, columns = description["types"].get(entity.spec.name), entity.spec.dim
@@ -226,9 +231,12 @@ def read_table(folder: Path, name: str, table: TableSpec) -> SavedRows:
     entry = description["types"].get(table.name)
     if entry is None:
         raise CheckpointError(f"{folder} has no table of {table.name} ({name}).", hint="use another checkpoint.")
-    hint = "use strategy=pbg, or make the store again with gtrain partition and the settings of that run."
-    message = f"{folder} was written by strategy=pbg, and the store {{}}, which says which node each row belongs to,"
-    entity = _partitioning(_old_store(message, hint, description), entry["file"])
+    store = _old_store(
+        f"{folder} was written by strategy=pbg, and the store {{}}, which says which node each row belongs to,",
+        "use strategy=pbg, or make the store again with gtrain partition and the settings of that run.",
+        description,
+    )
+    entity = _partitioning(store, entry["file"])
 
     def pieces() -> Iterator[tuple[Tensor, Tensor]]:
         for partition, orig_id in enumerate(entity.partitions.orig_id):

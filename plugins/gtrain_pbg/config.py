@@ -156,30 +156,14 @@ def check_machines(machines: int, settings: PBGConfig) -> None:
 
 def count_locks(cfg: Any) -> int:
     """Return the number of lock servers: one for several machines."""
-    strategy = cfg.strategy
-    check_machines(cfg.trainer.num_nodes, strategy)
+    check_machines(cfg.trainer.num_nodes, cfg.strategy)
     return int(cfg.trainer.num_nodes > 1)
-
-
-def max_restarts(cfg: Any) -> int:
-    """Return how often a process that loses no state by its death is restarted."""
-    return int(cfg.strategy.max_restarts)
-
-
-def worker_restarts(cfg: Any) -> int:
-    """Return how often a worker that died before it joined a job of several machines is restarted."""
-    return max_restarts(cfg) if cfg.trainer.num_nodes > 1 else 0
 
 
 def count_partition_servers(cfg: Any) -> int:
     """Return the number of partition servers of a job."""
     machines, servers = cfg.trainer.num_nodes, cfg.strategy.partition_servers
     return int((machines if servers == EACH else servers) if machines > 1 else 0)
-
-
-def count_parameter_servers(cfg: Any) -> int:
-    """Return the number of parameter servers: one on each of several machines."""
-    return int(cfg.trainer.num_nodes if cfg.trainer.num_nodes > 1 else 0)
 
 
 def store_settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,10 @@
-"""What depends on the number of machines, chosen once when the group is formed; and the deployment on one machine."""
+"""What depends on the number of machines, chosen once when the group is formed; here for one machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
@@ -18,8 +17,14 @@ from gtrain_pbg.typed import TypedTables
 from gtrain_pbg.worker import BucketBatches, BucketSource, timed_wait
 
 
-class Deployment(Protocol):
+class Deployment:
     """The machines of a job, as seen by one of its workers.
+
+    This one is for a single machine: partitions are in memory and in files, and the order of the buckets is known.
+
+    Args:
+        settings: of the strategy.
+        group: all workers.
 
     Attributes:
         slots: partitions in memory at a time.
@@ -28,16 +33,18 @@ class Deployment(Protocol):
         machine: the workers of this machine.
     """
 
-    slots: int
-    folder: str
-    group: Group
-    machine: Group
+    folder = "partitions"
+
+    def __init__(self, settings: PBGConfig, group: Group) -> None:
+        self._settings, self.group, self.machine = settings, group, group
+        self.slots = min(settings.num_partitions, settings.buffer_partitions or settings.num_partitions)
 
     def evaluation_share(self) -> tuple[int, int]:
         """Return this worker's number among the workers that are not lost, and their number."""
+        return self.group.rank, self.group.size
 
     def connect(self, tables: TypedTables, run_dir: Path, publishes: bool) -> None:
-        """Connect the tables with the store that machines share, if they share one.
+        """Connect the tables with the store that machines share; a single machine has none.
 
         Args:
             tables: not yet filled.
@@ -63,35 +70,6 @@ class Deployment(Protocol):
             limit: ``trainer.limit_train_batches``, as an int.
         """
 
-
-class SingleMachineDeployment:
-    """A :class:`Deployment`: partitions are in memory and in files, and the order of the buckets is known.
-
-    Args:
-        settings: of the strategy.
-        group: the workers.
-    """
-
-    folder = "partitions"
-
-    def __init__(self, settings: PBGConfig, group: Group) -> None:
-        self._settings, self.group, self.machine = settings, group, group
-        self.slots = min(settings.num_partitions, settings.buffer_partitions or settings.num_partitions)
-
-    def evaluation_share(self) -> tuple[int, int]:
-        return self.group.rank, self.group.size
-
-    def connect(self, tables: TypedTables, run_dir: Path, publishes: bool) -> None:
-        """Nothing: files stay on the machine."""
-
-    def source(
-        self,
-        tables: TypedTables,
-        shared: Mapping[str, Tensor],
-        store: Store,
-        first: Callable[[int], int],
-        limit: int | None,
-    ) -> BucketSource:
         def order(epoch: int, seed: int) -> list[tuple[Bucket, int]]:
             return buckets_of(store, self._settings, self.slots, (seed, epoch), first(epoch))
 
@@ -137,8 +115,8 @@ class PlannedBuckets:
             self._tables.buffer.slot_of = dict(scheduled.after)
             self._group.barrier()  # the bucket's partitions must be in memory before any worker goes on
             if self._leads:
-                swaps = self._tables.begin_swaps(scheduled.during)
-                self._pending = [swaps, self._tables.begin_reading_ahead(scheduled.soon)]
+                tables = self._tables
+                self._pending = [tables.begin_swaps(scheduled.during), tables.begin_reading_ahead(scheduled.soon)]
             yield scheduled
 
     def trained(self, scheduled: ScheduledBucket, edges: int) -> None:

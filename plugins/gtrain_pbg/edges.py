@@ -12,36 +12,7 @@ from torch import Tensor
 from gtrain.graph.store import Store
 from gtrain.nn.recipe import ModelRecipe
 from gtrain_pbg.buckets import Bucket
-
-
-@dataclass
-class EdgeList:
-    """E edges of one bucket.
-
-    Attributes:
-        heads, tails: int64 ``[E]``, rows of their partitions.
-        relation: int64 ``[E]``.
-        weight: float ``[E]``; None: all 1.
-    """
-
-    heads: Tensor
-    relation: Tensor
-    tails: Tensor
-    weight: Tensor | None
-
-    def __len__(self) -> int:
-        return self.heads.numel()
-
-    @classmethod
-    def empty(cls) -> EdgeList:
-        """Return a list without edges."""
-        none = torch.empty(0, dtype=torch.int64)
-        return cls(none, none, none, None)
-
-    def select(self, rows: Tensor | slice) -> EdgeList:
-        """Return some of the edges."""
-        weight = None if self.weight is None else self.weight[rows]
-        return EdgeList(self.heads[rows], self.relation[rows], self.tails[rows], weight)
+from gtrain_pbg.step.layout import EdgeList
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from gtrain.protocols import HasRecipe
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.group import Group, form_group
-from gtrain.wire.shared import SharedTensors
+from gtrain.wire.shared import SharedDirectory, SharedTensors
 from gtrain_pbg import SERVES
 from gtrain_pbg.checkpoints import (
     EpochProgress,
@@ -40,19 +40,20 @@ from gtrain_pbg.checkpoints import (
     warm_start,
 )
 from gtrain_pbg.config import PBGConfig, check_machines, check_store, check_training
-from gtrain_pbg.deployment import Deployment, SingleMachineDeployment
+from gtrain_pbg.deployment import Deployment
 from gtrain_pbg.edges import BucketEdges, RelationGroups
 from gtrain_pbg.evaluation import EvaluationBatches
 from gtrain_pbg.machines.deployment import MultiMachineDeployment
 from gtrain_pbg.machines.members import JobEndedError
-from gtrain_pbg.memory import fill_relations, relation_shapes, share_memory
 from gtrain_pbg.step.matmul_format import FORMATS, choose_format, fastest_format
 from gtrain_pbg.step.relations import state_width
-from gtrain_pbg.tables import PartitionedTableStorage, Partitioning
-from gtrain_pbg.training import BucketTraining, StepRules
+from gtrain_pbg.tables import PartitionedTableStorage, Partitioning, TensorShapes
+from gtrain_pbg.training import BucketTraining, StepRules, fill_relations, relation_shapes
 from gtrain_pbg.typed import TypedTables, partition_types
 from gtrain_pbg.worker import BucketBatches, BucketWorker, EpochSteps
 
+MEMORY = "pbg"
+"""Name of the memory that the workers of a machine share."""
 log = logging.getLogger("gtrain")
 
 
@@ -94,7 +95,7 @@ class PBGStrategy(GraphStrategy):
     def __init__(self, *values: Any, **settings: Any) -> None:
         super().__init__(*values, **settings)
         self._installed: Installed | None = None
-        self._deployment: Deployment = SingleMachineDeployment(self.settings, self.group)
+        self._deployment = Deployment(self.settings, self.group)
         self._worker: BucketWorker | None = None
         self._training: BucketTraining | None = None
         self._cpus: list[str] = []  # the fastest number format of each rank's CPU
@@ -115,25 +116,26 @@ class PBGStrategy(GraphStrategy):
     def make_group(self) -> Group:
         """Form the group of all workers, and that of this machine."""
         if self.num_nodes == 1:
-            self._deployment = SingleMachineDeployment(self.settings, super().make_group())
+            self._deployment = Deployment(self.settings, super().make_group())
             return self._deployment.group
-        rank = self.global_rank, self.world_size
         environment = self.cluster_environment
         assert environment is not None
-        tell = self.say if self.speaks else None
-        store = store_address(environment) if self.node_rank else None
         self._deployment = machines = MultiMachineDeployment(
-            self.settings, self.servers, *rank, self.counters, store, tell, self.timeout_seconds
+            *(self.settings, self.servers, self.global_rank, self.world_size, self.counters),
+            store=store_address(environment) if self.node_rank else None,
+            tell=self.say if self.speaks else None,
+            timeout_seconds=self.timeout_seconds,
         )
         if self.fitting and self.settings.on_trainer_loss == "continue" and self.node_rank > 0:  # all meet on machine 0
             self.may_be_lost()
             machines.lock.on_loss(lambda error: self.may_be_lost(not isinstance(error, JobEndedError)))
         self.joined()
         machines.lock.request("stay", {})
-        place = environment, self.local_rank, self.num_processes
-        name = f" of machine {self.node_rank}"
-        first = self.node_rank * self.num_processes
-        machines.machine = form_group(*place, self.timeout_seconds, self.counters, name=name, first=first)
+        machines.machine = form_group(
+            *(environment, self.local_rank, self.num_processes, self.timeout_seconds, self.counters),
+            name=f" of machine {self.node_rank}",
+            first=self.node_rank * self.num_processes,
+        )
         return machines.group
 
     def restart_checkpoint(self, run_dir: Path) -> Path | None:
@@ -188,8 +190,12 @@ class PBGStrategy(GraphStrategy):
         self._training = training = BucketTraining(self.lightning_module, state.recipe, rules, shared, tables, matmul)
         limit = trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else None
         source = self._deployment.source(tables, shared, state.store, lambda epoch: self._resumed.first(epoch), limit)
-        groups = self._deployment.machine, self._deployment.group
-        return BucketWorker(source, training, *groups, lambda: trainer.current_epoch, settings.eval_fraction > 0, limit)
+        return BucketWorker(
+            *(source, training, self._deployment.machine, self._deployment.group),
+            clock=lambda: trainer.current_epoch,
+            held_out=settings.eval_fraction > 0,
+            limit=limit,
+        )
 
     def _choose_matmul(self, recipe: ModelRecipe, dtype: torch.dtype) -> str:
         """Resolve ``strategy.matmul=auto``, to the same format on all ranks, whose CPUs may differ."""
@@ -213,9 +219,8 @@ class PBGStrategy(GraphStrategy):
         slots, machine = self._deployment.slots, self._deployment.machine
         shapes = TypedTables.tensors(types, slots, widths, dtype) | relation_shapes(recipe, rules)
         shared = share_memory(machine, shapes, self.timeout_seconds)
-        run_dir = Path(self.trainer.default_root_dir)
-        folder = run_dir / self._deployment.folder
-        tables = TypedTables(types, nodes, slots, widths, dtype, folder, shared, self._leads)
+        run_dir, folder = Path(self.trainer.default_root_dir), self._deployment.folder
+        tables = TypedTables(types, nodes, slots, widths, dtype, run_dir / folder, shared, self._leads)
         self._deployment.connect(tables, run_dir, self.is_global_zero)
         return Installed(recipe, store, tables, shared)
 
@@ -231,8 +236,8 @@ class PBGStrategy(GraphStrategy):
             known = {id(parameter): shared[name] for name, parameter in recipe.parameters.items()}
             named = self.lightning_module.named_parameters()
             parameters = {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
-            relations = relations_of(self.lightning_module, recipe)
-            warm_start(Path(self.settings.warm_start), self._state.store, tables, parameters, relations)
+            path, relations = Path(self.settings.warm_start), relations_of(self.lightning_module, recipe)
+            warm_start(path, self._state.store, tables, parameters, relations)
         tables.publish()
 
     def uninstall(self, module: Module) -> None:
@@ -252,8 +257,7 @@ class PBGStrategy(GraphStrategy):
         settings, tables, machine = self.settings, self._state.tables, self._deployment.machine
         if loader.split != "train":
             assert isinstance(self.lightning_module, HasRecipe)
-            filtered = self.lightning_module.filtered
-            share = self._deployment.evaluation_share
+            filtered, share = self.lightning_module.filtered, self._deployment.evaluation_share
             return EvaluationBatches(loader, tables.nodes, filtered, share, not tables.whole)
         edges = BucketEdges(
             shard, settings.num_edge_chunks, settings.eval_fraction, settings.shuffle, loader.seed, self.dtype
@@ -360,3 +364,19 @@ class PBGStrategy(GraphStrategy):
         if self._leads:
             load_states(folder, self._state.shared)
         self.group.barrier()
+
+
+def share_memory(machine: Group, shapes: TensorShapes, timeout_seconds: float) -> SharedTensors:
+    """Allocate tensors that all workers of a machine share; rank 0 of the machine makes them.
+
+    Args:
+        machine: the workers.
+        shapes: shapes and dtypes by name.
+        timeout_seconds: how long to wait for them.
+    """
+    if machine.rank > 0:
+        return SharedTensors.attach(machine.broadcast_object(None), MEMORY, timeout_seconds)
+    directory = SharedDirectory()
+    shared = SharedTensors.create(directory.name, MEMORY, shapes)
+    machine.broadcast_object(directory.name)
+    return shared

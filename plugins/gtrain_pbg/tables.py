@@ -104,15 +104,6 @@ class PartitionedTable:
         self._local = LocalPartitions(folder)
         self.store: PartitionStore = self._local
         self._heads: dict[int, Tensor] = {}
-        self._global: Tensor | None = None
-
-    @staticmethod
-    def tensors(
-        slots: int, partitions: Partitioning, width: int, state_width: int, dtype: torch.dtype, name: str = "table"
-    ) -> TensorShapes:
-        """Return the shapes of a table's :class:`~gtrain.wire.shared.SharedTensors`."""
-        rows, columns = partitions.largest, {ROWS: width, STATE: state_width}
-        return {f"{name}.{array}": ((slots, rows, count), dtype) for array, count in columns.items()}
 
     @property
     def whole(self) -> bool:
@@ -266,15 +257,13 @@ class PartitionedTable:
                 rows[selected] = stored
         return rows
 
-    @property
+    @cached_property
     def global_ids(self) -> Tensor:
         """Global ids by id of the source data, ``[N]``."""
-        if self._global is None:
-            self._global = torch.empty(self.spec.rows, dtype=torch.int32 if self.spec.rows < 2**31 else torch.int64)
-            for partition, orig_id in enumerate(self.partitions.orig_id):
-                first = int(self.partitions.offsets[partition])
-                self._global[orig_id] = torch.arange(first, first + len(orig_id), dtype=self._global.dtype)
-        return self._global
+        global_ids = torch.empty(self.spec.rows, dtype=torch.int32 if self.spec.rows < 2**31 else torch.int64)
+        for first, orig_id in zip(self.partitions.offsets.tolist(), self.partitions.orig_id, strict=False):
+            global_ids[orig_id] = torch.arange(first, first + len(orig_id), dtype=global_ids.dtype)
+        return global_ids
 
     # ------------------------------------------------------------------------------------------ inside
 

@@ -1,4 +1,4 @@
-"""A worker's training on the edges of a bucket whose partitions are in memory, and the optimizers' update rules."""
+"""A worker's training on the edges of a bucket, the update rules of its optimizers, and the memory of relations."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from gtrain.nn.recipe import ModelRecipe
 from gtrain_pbg.buckets import ScheduledBucket
 from gtrain_pbg.edges import EdgeList, RelationGroups
 from gtrain_pbg.step.layout import EdgeBatch, PartitionRows
-from gtrain_pbg.step.relations import KERNEL_RULES, RelationWeights, UpdateRule
+from gtrain_pbg.step.relations import KERNEL_RULES, RelationWeights, UpdateRule, state_width
 from gtrain_pbg.step.training import TrainingStep
+from gtrain_pbg.tables import TensorShapes
 from gtrain_pbg.typed import TypedTables
 
 HELD = 500
@@ -86,6 +87,25 @@ def _find(optimizers: Sequence[Optimizer], parameters: list[Any], key: str) -> t
     )
 
 
+def relation_shapes(recipe: ModelRecipe, rules: StepRules | None) -> TensorShapes:
+    """Return the shapes of relation parameters by name and, with rules, of their optimizer state, ``<name>.state``."""
+    shapes: TensorShapes = {}
+    for name, parameter in recipe.parameters.items():
+        shapes[name] = tuple(parameter.shape), parameter.dtype
+        if rules is not None:
+            columns = state_width(rules.relations.name, parameter[0].numel())
+            shapes[f"{name}.state"] = (len(parameter), columns), parameter.dtype
+    return shapes
+
+
+def fill_relations(shared: Mapping[str, Tensor], recipe: ModelRecipe, start: float) -> None:
+    """Set relation parameters to the model's values, and their optimizer state to its initial value."""
+    for name, parameter in recipe.parameters.items():
+        shared[name].copy_(parameter.detach())
+        if f"{name}.state" in shared:
+            shared[f"{name}.state"].fill_(start)
+
+
 class BucketTraining:
     """Trains on batches, each of one group of relations, and ranks held-out edges.
 
@@ -124,8 +144,9 @@ class BucketTraining:
         self._steps: list[TrainingStep] = []
         for number, group in enumerate(self._recipe.groups):
             weights = {name: self._weights[common] for name, common in self._recipe.names_of(number).items()}
-            work = self._steps[0].work if self._steps else None
-            self._steps.append(TrainingStep(group, weights, dtype, matmul, work))
+            self._steps.append(
+                TrainingStep(group, weights, dtype, matmul, self._steps[0].work if self._steps else None)
+            )
 
     def train(self, batches: list[EdgeList], scheduled: ScheduledBucket) -> tuple[float, float]:
         """Train on batches of a bucket; return the weighted sum of the losses, and the sum of the weights.
@@ -194,8 +215,8 @@ class BucketTraining:
     def _localized(self, number: int, edges: EdgeList, scheduled: ScheduledBucket) -> EdgeList:
         """Number a group's edges by rows of these tables and by relations of the group."""
         lhs, rhs = self._recipe.groups[number].types
-        first = self._tables.begin(lhs, 0, scheduled), self._tables.begin(rhs, 1, scheduled)
-        return self._groups.localized(edges, *first)
+        begin = self._tables.begin
+        return self._groups.localized(edges, begin(lhs, 0, scheduled), begin(rhs, 1, scheduled))
 
     def _draw(self, name: str, nodes: int, count: int) -> Tensor:
         buffer = self._buffers.get(name)

@@ -20,7 +20,7 @@ from gtrain.graph.store.entities import entity_types
 from gtrain.nn import TableSpec
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg.buckets import Bucket, PartitionBuffer, ScheduledBucket, Swap
-from gtrain_pbg.partition_store import ARRAYS, PartitionStore, ReuseWaits
+from gtrain_pbg.partition_store import ARRAYS, ROWS, STATE, PartitionStore, ReuseWaits
 from gtrain_pbg.step.layout import PartitionRows
 from gtrain_pbg.tables import PartitionedTable, Partitioning, TensorShapes
 
@@ -152,8 +152,9 @@ class TypedTables:
         """Return the shapes of all tables' :class:`~gtrain.wire.shared.SharedTensors`."""
         shapes: TensorShapes = {}
         for entity, width in zip(types, state_widths, strict=True):
-            number = slots if entity.is_partitioned else 1
-            shapes |= PartitionedTable.tensors(number, entity.partitions, entity.spec.dim, width, dtype, entity.name)
+            size = slots if entity.is_partitioned else 1, entity.partitions.largest
+            for array, columns in ((ROWS, entity.spec.dim), (STATE, width)):
+                shapes[f"{entity.name}.{array}"] = (*size, columns), dtype
         return shapes
 
     @property
@@ -209,8 +210,7 @@ class TypedTables:
         self.assign_first_slots()
         self._changed = set()
         for table in self.tables:
-            adopts = self._publishes or not table.store.shared
-            table.load(folder, self._next_lease, adopts, self._leader)
+            table.load(folder, self._next_lease, self._publishes or not table.store.shared, self._leader)
 
     def in_common(self, shared: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the shared memory of parameters and of tables that are not partitioned."""
@@ -266,8 +266,6 @@ class TypedTables:
 
     def _all(self, move: Callable[[PartitionedTable, ReuseWaits], T], waits: list[ReuseWaits]) -> list[T]:
         """Move a partition of all tables at the same time."""
-        if len(self._partitioned) == 1:
-            return [move(self._partitioned[0], waits[0])]
         return list(self._each.map(move, self._partitioned, waits))
 
     def begin_reading_ahead(self, swaps: Sequence[Swap]) -> Future[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from gtrain.graph.owners import owner_of
 from gtrain.graph.store.csc import ColumnRange, EdgeView, SortedColumns
 from gtrain.graph.store.files import (
     Array,
-    FileSet,
+    ArrayFile,
     Ledger,
     bucket_file,
     chunks,
@@ -117,26 +118,27 @@ def _write_part(
 ) -> None:
     first, last = nodes
     starts: NDArray[np.int64] = columns.indptr[first : last + 1]
+    ledger.write(edge_file(part, "indptr", table.edge_type), starts - starts[0])
+    shapes = {"indices": (indices, ()), "edge_id": (np.dtype(np.int64), ())}
+    shapes |= {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in table.tensors.items()}
     edges = int(starts[-1] - starts[0])
-    with ledger.files() as files:
-        files.add("indptr", edge_file(part, "indptr", table.edge_type), np.int64, starts.shape)
-        files.append("indptr", starts - starts[0])
-        files.add("indices", edge_file(part, "indices", table.edge_type), indices, (edges,))
-        files.add("edge_id", edge_file(part, "edge_id", table.edge_type), np.int64, (edges,))
-        for name, tensor in table.tensors.items():
-            files.add(name, edge_file(part, name, table.edge_type), tensor.dtype, (edges, *tensor.shape[1:]))
+    with ExitStack() as stack:
+        files = {
+            name: stack.enter_context(ledger.open(edge_file(part, name, table.edge_type), dtype, (edges, *shape)))
+            for name, (dtype, shape) in shapes.items()
+        }
         for piece in columns.between(first, last):
             _append(files, piece, table.tensors)
 
 
-def _append(files: FileSet, piece: ColumnRange, tensors: dict[str, Array]) -> None:
+def _append(files: dict[str, ArrayFile], piece: ColumnRange, tensors: dict[str, Array]) -> None:
     """Write consecutive columns; convert and gather chunk by chunk."""
     for rows in chunks(0, piece.source.size):
-        files.append("indices", piece.source[rows])
-        files.append("edge_id", piece.edge_id[rows])
+        files["indices"].append(piece.source[rows])
+        files["edge_id"].append(piece.edge_id[rows])
     for name, tensor in tensors.items():
         for rows in chunks(0, piece.source.size, row_bytes(tensor)):
-            files.append(name, tensor[piece.edge_id[rows]])
+            files[name].append(tensor[piece.edge_id[rows]])
             release(tensor)
 
 

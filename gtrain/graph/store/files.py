@@ -8,8 +8,9 @@ import mmap
 import os
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -132,33 +133,6 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return header.getvalue()
 
 
-class FileSet:
-    """Array files that are written together; closes all of them on exit and then enters them in the ledger."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._files: dict[str, ArrayFile] = {}
-        self._paths: dict[str, str] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        for name, file in self._files.items():
-            file.close(complete=error_type is None)
-            self._ledger.checksums[self._paths[name]], self._ledger.sizes[self._paths[name]] = file.crc, file.size
-
-    def add(self, name: str, path: str, dtype: DTypeLike, shape: tuple[int, ...]) -> ArrayFile:
-        """Open the file of one tensor, at ``path`` relative to the store."""
-        self._paths[name] = path
-        self._files[name] = ArrayFile(self._ledger.folder / path, dtype, shape)
-        return self._files[name]
-
-    def append(self, name: str, rows: Array) -> None:
-        """Write the next rows of one tensor."""
-        self._files[name].append(rows)
-
-
 class Ledger:
     """The record of the files written below a folder: checksums and sizes, for the manifest.
 
@@ -173,14 +147,21 @@ class Ledger:
         self.checksums: dict[str, int] = {}
         self.sizes: dict[str, int] = {}
 
-    def files(self) -> FileSet:
-        """Return an empty :class:`FileSet` of this ledger, to be used in a ``with`` statement."""
-        return FileSet(self)
+    @contextmanager
+    def open(self, path: str, dtype: DTypeLike, shape: tuple[int, ...]) -> Iterator[ArrayFile]:
+        """Open the file of one tensor, at ``path`` relative to the folder; on exit close it and enter it."""
+        file, complete = ArrayFile(self.folder / path, dtype, shape), False
+        try:
+            yield file
+            complete = True
+        finally:
+            file.close(complete=complete)
+        self.checksums[path], self.sizes[path] = file.crc, file.size
 
     def write(self, path: str, array: Array) -> None:
         """Write an array from memory."""
-        with self.files() as files:
-            files.add(path, path, array.dtype, array.shape).append(array)
+        with self.open(path, array.dtype, array.shape) as file:
+            file.append(array)
 
     def enter(self, path: str) -> None:
         """Enter a file that was written out of order; reads it again for its checksum."""

@@ -124,8 +124,7 @@ def write_names(ledger: Ledger, key: str, names: Any, expected: int | None) -> i
         offsets[first + 1 : first + len(piece)] = offsets[first] + piece[1:]
         hashes[first : first + len(piece) - 1] = _hashes(piece, data)
     order = np.argsort(hashes, kind="stable").astype(np.int32 if count < 2**31 else np.int64)
-    with ledger.files() as files:
-        file = files.add("bytes", names_file(key, "bytes"), np.uint8, (int(offsets[-1]),))
+    with ledger.open(names_file(key, "bytes"), np.uint8, (int(offsets[-1]),)) as file:
         for _, _, data in _pieces(names):
             file.append(data)
     ledger.write(names_file(key, "offsets"), offsets)

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -264,30 +265,24 @@ class Store:
                 )
 
     def _nodes(self, node_type: str | None) -> tuple[str, NodeTypeSpec]:
-        types = self.manifest.node_types
-        if node_type is None and len(types) > 1:
-            raise StoreError(
-                f"the store {self.path} has {len(types)} node types, and none was named",
-                hint=f"name one of {', '.join(types)}, or choose a strategy and a model for heterogeneous graphs",
-            )
-        name = next(iter(types)) if node_type is None else node_type
-        if name not in types:
-            raise StoreError(
-                f"the store {self.path} has no node type {name!r}", hint=f"choose one of {', '.join(types)}"
-            )
-        return name, types[name]
+        name = self._named(self.manifest.node_types, "node type", node_type)
+        return name, self.manifest.node_types[name]
 
     def _edges(self, edge_type: EdgeType | None) -> EdgeTypeSpec:
-        types = self.manifest.edge_types
-        if edge_type is None and len(types) != 1:
+        key = None if edge_type is None else edge_key(edge_type)
+        return self.manifest.edge_types[self._named(self.manifest.edge_types, "edge type", key)]
+
+    def _named(self, types: Mapping[str, object], what: str, name: str | None) -> str:
+        """Return the name of one of these types; None means the only one."""
+        if name is None and len(types) != 1:
             raise StoreError(
-                f"the store {self.path} has {len(types)} edge types, and none was named",
+                f"the store {self.path} has {len(types)} {what}s, and none was named",
                 hint=f"name one of {', '.join(types)}, or choose a strategy and a model for heterogeneous graphs",
             )
-        key = next(iter(types)) if edge_type is None else edge_key(edge_type)
-        if key not in types:
-            raise StoreError(f"the store {self.path} has no edge type {key}", hint=f"choose one of {', '.join(types)}")
-        return types[key]
+        name = next(iter(types)) if name is None else name
+        if name not in types:
+            raise StoreError(f"the store {self.path} has no {what} {name!r}", hint=f"choose one of {', '.join(types)}")
+        return name
 
     def _spec(self, tensors: dict[str, TensorSpec], name: str, what: str) -> TensorSpec:
         if name not in tensors:

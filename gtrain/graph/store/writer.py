@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -135,12 +136,12 @@ def _train_nodes(tables: Tables, assignment: Mapping[str, Tensor], num_parts: in
 
 def write_nodes(ledger: Ledger, node_type: str, table: NodeTable, numbering: Numbering) -> NodeTypeSpec:
     """Write all tensors of one node type."""
-    specs = {"orig_id": TensorSpec("int64", (table.num_nodes,))}
-    for name, value in table.tensors.items():
-        if isinstance(value, CsrArrays):
-            specs[name] = TensorSpec(value.values.dtype.name, value.shape, "csr", len(value.values))
-        else:
-            specs[name] = TensorSpec(value.dtype.name, value.shape)
+    specs = {
+        name: TensorSpec(value.values.dtype.name, value.shape, "csr", len(value.values))
+        if isinstance(value, CsrArrays)
+        else TensorSpec(value.dtype.name, value.shape)
+        for name, value in table.tensors.items()
+    }
     for part in range(numbering.num_parts):
         start, stop = numbering.range(part)
         ids = numbering.originals(start, stop)
@@ -150,12 +151,12 @@ def write_nodes(ledger: Ledger, node_type: str, table: NodeTable, numbering: Num
                 _write_sparse(ledger, part, node_type, name, value, ids)
             else:
                 _write_dense(ledger, node_file(part, name, node_type), value, ids)
+    specs = {"orig_id": TensorSpec("int64", (table.num_nodes,)), **specs}
     return NodeTypeSpec(tuple(numbering.offsets.tolist()), specs)
 
 
 def _write_dense(ledger: Ledger, path: str, tensor: Array, ids: Array) -> None:
-    with ledger.files() as files:
-        file = files.add(path, path, tensor.dtype, (len(ids), *tensor.shape[1:]))
+    with ledger.open(path, tensor.dtype, (len(ids), *tensor.shape[1:])) as file:
         for rows in chunks(0, len(ids), row_bytes(tensor)):
             file.append(tensor[ids[rows]])
             release(tensor)
@@ -166,21 +167,23 @@ def _write_sparse(ledger: Ledger, part: int, node_type: str, name: str, matrix: 
     indptr = np.zeros(ids.size + 1, dtype=matrix.indptr.dtype)
     np.cumsum(lengths, out=indptr[1:])
     ledger.write(node_file(part, f"{name}.indptr", node_type), indptr)
-    with ledger.files() as files:
-        for piece, column in (("indices", matrix.indices), ("values", matrix.values)):
-            files.add(piece, node_file(part, f"{name}.{piece}", node_type), column.dtype, (int(indptr[-1]),))
+    columns, shape = {"indices": matrix.indices, "values": matrix.values}, (int(indptr[-1]),)
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context(ledger.open(node_file(part, f"{name}.{piece}", node_type), column.dtype, shape))
+            for piece, column in columns.items()
+        ]
         for rows in _row_groups(indptr):
             entries = _entries(matrix.indptr[ids[rows]], lengths[rows])
-            files.append("indices", matrix.indices[entries])
-            files.append("values", matrix.values[entries])
-            release(matrix.indices)
-            release(matrix.values)
+            for file, column in zip(files, columns.values(), strict=True):
+                file.append(column[entries])
+                release(column)
 
 
 def _row_groups(indptr: Array, entries: int = CHUNK_BYTES // 16) -> list[slice]:
     """Split rows into groups of about ``entries`` stored entries."""
     starts = np.searchsorted(indptr, np.arange(0, int(indptr[-1]) + entries, entries))
-    limits = np.unique(np.concatenate([[0], starts, [len(indptr) - 1]])).tolist()
+    limits = np.unique([0, *starts.tolist(), len(indptr) - 1]).tolist()
     return [slice(a, b) for a, b in pairwise(limits)]
 
 
@@ -255,8 +258,7 @@ def _remote(
 
 
 def _map(folder: Path, part: int, spec: EdgeTypeSpec) -> NDArray[Any]:
-    file = folder / edge_file(part, "indices", spec.edge_type)
-    array: NDArray[Any] = np.load(file, mmap_mode="r")
+    array: NDArray[Any] = np.load(folder / edge_file(part, "indices", spec.edge_type), mmap_mode="r")
     return array
 
 

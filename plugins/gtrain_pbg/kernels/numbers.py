@@ -9,29 +9,29 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from gtrain.kernels.exponential import exp_of_negative
-from gtrain.kernels.options import FAST, STRICT, bare
+from gtrain.kernels.options import FAST, STRICT, bare, by_type
 
 _HALF = np.uint32(0x7FFF)
 _LOW_BIT = np.uint32(1)
 _SHIFT = np.uint32(16)
+_OPTIONS: Any = {"jit_options": {"fastmath": STRICT}, "inline": "always"}
 
 
+@by_type(lambda x: _from_bfloat16 if x is types.uint16 else _unchanged, **_OPTIONS)
 def number(x: Any) -> Any:
     """Decode a stored number: float32 of bfloat16 bits, any other number unchanged."""
-    raise NotImplementedError("compiled only")
 
 
+@by_type(lambda x, row, i, column, k: _from_integer if x is types.int32 else _not_scaled, **_OPTIONS)
 def scaled(x: Any, row: Any, i: int, column: Any, k: int) -> Any:
     """Decode a stored product: ``x * row[i] * column[k]`` of an int32, :func:`number` of any other type."""
-    raise NotImplementedError("compiled only")
 
 
+@by_type(lambda x, like: _to_bfloat16 if like is types.uint16 else _unchanged_like, **_OPTIONS)
 def stored(x: Any, like: Any) -> Any:
     """Encode a number for an array whose items are of the type of ``like``."""
-    raise NotImplementedError("compiled only")
 
 
 def _from_bfloat16(x: Any) -> Any:
@@ -58,21 +58,6 @@ def _unchanged(x: Any) -> Any:
 
 def _unchanged_like(x: Any, like: Any) -> Any:
     return x
-
-
-@overload(number, jit_options={"fastmath": STRICT}, inline="always")
-def _typed_number(x: Any) -> Any:
-    return _from_bfloat16 if x is types.uint16 else _unchanged
-
-
-@overload(scaled, jit_options={"fastmath": STRICT}, inline="always")
-def _typed_scaled(x: Any, row: Any, i: int, column: Any, k: int) -> Any:
-    return _from_integer if x is types.int32 else _not_scaled
-
-
-@overload(stored, jit_options={"fastmath": STRICT}, inline="always")
-def _typed_stored(x: Any, like: Any) -> Any:
-    return _to_bfloat16 if like is types.uint16 else _unchanged_like
 
 
 @bare(fastmath=STRICT)
@@ -107,14 +92,14 @@ def exponentials(x: Any, less: Any, count: int) -> Any:
     return total
 
 
+@by_type(lambda x: _key_single if x is types.float32 else _key_double, inline="always")
 def key_of(x: Any) -> Any:
     """Return an integer for a float, ordered as the floats: LLVM vectorizes the maximum of integers."""
-    raise NotImplementedError("compiled only")
 
 
+@by_type(lambda key: _of_key_single if key is types.int32 else _of_key_double, inline="always")
 def of_key(key: Any) -> Any:
     """Return the float of a :func:`key_of`."""
-    raise NotImplementedError("compiled only")
 
 
 def _key_single(x: Any) -> Any:
@@ -133,16 +118,6 @@ def _of_key_single(key: Any) -> Any:
 
 def _of_key_double(key: Any) -> Any:
     return np.int64(key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)).view(np.float64)
-
-
-@overload(key_of, inline="always")
-def _typed_key(x: Any) -> Any:
-    return _key_single if x is types.float32 else _key_double
-
-
-@overload(of_key, inline="always")
-def _typed_of_key(key: Any) -> Any:
-    return _of_key_single if key is types.int32 else _of_key_double
 
 
 @bare

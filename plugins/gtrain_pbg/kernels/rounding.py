@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from gtrain.kernels.exponential import ROUND, ROUND_BITS
-from gtrain.kernels.options import STRICT, inlined
+from gtrain.kernels.options import STRICT, by_type, inlined
 from gtrain_pbg.kernels.numbers import add_scaled, number, store
 
 SPAN, STRIDE = 4096, 1021  # coprime: rows that read the same fractions are 4096 apart
@@ -102,9 +101,14 @@ def equalize_scales(rows: Any, scale: Any, dither: Any, result: Any) -> Any:
     return biggest * (_MAX / _DITHERED_MAX)
 
 
+@by_type(
+    lambda work, columns, dither, i, row: (
+        write_row_quantized.py_func if row.dtype is types.int8 else _write_row_unscaled
+    ),
+    jit_options={"forceinline": True},
+)
 def write_row(work: Any, columns: int, dither: Any, i: int, row: Any) -> Any:
     """Write the first numbers of ``work`` to row i of an array, quantized if its items are int8; return their scale."""
-    raise NotImplementedError("compiled only")
 
 
 @inlined(fastmath=STRICT)
@@ -125,11 +129,6 @@ def write_row_quantized(work: Any, columns: int, dither: Any, i: int, row: Any) 
 def _write_row_unscaled(work: Any, columns: int, dither: Any, i: int, row: Any) -> Any:
     store(work, row, columns)
     return np.float32(1)
-
-
-@overload(write_row, jit_options={"forceinline": True})
-def _typed_write_row(work: Any, columns: int, dither: Any, i: int, row: Any) -> Any:
-    return write_row_quantized.py_func if row.dtype is types.int8 else _write_row_unscaled
 
 
 @inlined(fastmath=STRICT)

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from llvmlite import binding, ir
 from numba import config, types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
-from gtrain.kernels.options import STRICT, bare
+from gtrain.kernels.options import STRICT, bare, by_type
 from gtrain_pbg.kernels.numbers import store, stored
 
 TALL = 3
@@ -179,19 +179,25 @@ def multiply(a: Any, strides: Any, b: Any, c: Any, rows: int, steps: int) -> Non
         _in_tiles_4(a, row, step, b, c, rows, steps)
 
 
-def steps_of(count: int, like: Any) -> int:
+@by_type(lambda count, like: _half if like.dtype is types.uint32 else _same, inline="always")
+def steps_of(count: int, like: Any) -> Any:
     """Return the steps of a sum over ``count`` numbers, packed like this array."""
-    raise NotImplementedError("compiled only")
 
 
+@by_type(
+    lambda rows, count, columns, result: _pairs_of_columns if result.dtype is types.uint32 else _unpacked,
+    jit_options={"forceinline": True},
+)
 def pack_columns(rows: Any, count: int, columns: int, result: Any) -> Any:
     """Pack the first rows as ``a`` of a product whose sum goes over columns: words are pairs of columns."""
-    raise NotImplementedError("compiled only")
 
 
+@by_type(
+    lambda rows, count, columns, result: _pairs_of_rows if result.dtype is types.uint32 else _unpacked,
+    jit_options={"forceinline": True},
+)
 def pack_rows(rows: Any, count: int, columns: int, result: Any) -> Any:
     """Pack the first rows as ``b`` (transposed: ``a``) of a product whose sum goes over rows, in pairs of rows."""
-    raise NotImplementedError("compiled only")
 
 
 def _half(count: int, like: Any) -> int:
@@ -236,18 +242,3 @@ def turn(rows: Any, count: int, columns: int, result: Any) -> None:
     for d in range(columns):
         for i in range(count):
             result[d, i] = rows[i, d]
-
-
-@overload(steps_of, inline="always")
-def _typed_steps(count: int, like: Any) -> Any:
-    return _half if like.dtype is types.uint32 else _same
-
-
-@overload(pack_columns, jit_options={"forceinline": True})
-def _typed_pack_columns(rows: Any, count: int, columns: int, result: Any) -> Any:
-    return _pairs_of_columns if result.dtype is types.uint32 else _unpacked
-
-
-@overload(pack_rows, jit_options={"forceinline": True})
-def _typed_pack_rows(rows: Any, count: int, columns: int, result: Any) -> Any:
-    return _pairs_of_rows if result.dtype is types.uint32 else _unpacked

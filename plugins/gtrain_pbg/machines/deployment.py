@@ -19,9 +19,9 @@ from gtrain.strategy.servers import Servers
 from gtrain.wire import Client
 from gtrain_pbg.buckets import ScheduledBucket
 from gtrain_pbg.config import PBGConfig
+from gtrain_pbg.deployment import Deployment
 from gtrain_pbg.machines.folder import PartitionFolder
-from gtrain_pbg.machines.group import MachinesGroup
-from gtrain_pbg.machines.lock_client import LockClient
+from gtrain_pbg.machines.lock_client import LockClient, MachinesGroup
 from gtrain_pbg.machines.parameter_server import SharedParameters
 from gtrain_pbg.machines.partition_server import PartitionClient
 from gtrain_pbg.machines.scheduler import Grant
@@ -58,8 +58,8 @@ def check_tables(tables: TypedTables, warns: bool) -> None:
                         entity.spec.name, nbytes >> 20)  # fmt: skip
 
 
-class MultiMachineDeployment:
-    """A :class:`~gtrain_pbg.deployment.Deployment`: machines share partitions, and the lock server grants buckets.
+class MultiMachineDeployment(Deployment):
+    """Several machines share partitions, and the lock server grants buckets.
 
     Args:
         settings: of the strategy.
@@ -97,14 +97,13 @@ class MultiMachineDeployment:
                 "strategy=pbg on several machines needs a lock server, and this job has none.",
                 hint="start it with the gtrain command, or set num_nodes=1.",
             )
-        self._settings, self._servers = settings, servers
+        self._servers = servers
         self._silent_seconds = max(SILENT_SECONDS, 2 * settings.lease_seconds, timeout_seconds)
         self.lock = LockClient(
             servers.client("lock", 0), settings.lease_seconds, store, self._miss, tell, timeout_seconds
         )
         self._everyone = MachinesGroup(rank, size, self.lock, counters)
-        self.group: Group = self._everyone
-        self.machine: Group = self._everyone
+        super().__init__(settings, self._everyone)
         self.slots = settings.buffer_partitions or 3
 
     def evaluation_share(self) -> tuple[int, int]:
@@ -112,9 +111,8 @@ class MultiMachineDeployment:
 
     def connect(self, tables: TypedTables, run_dir: Path, publishes: bool) -> None:
         check_tables(tables, publishes)
-        clients = self._clients("partition")
-        folder = Path(self._settings.partition_path or run_dir / "partitions").absolute()
-        store: PartitionStore = PartitionClient(clients) if clients else PartitionFolder(folder)
+        clients, folder = self._clients("partition"), Path(self._settings.partition_path or run_dir / "partitions")
+        store: PartitionStore = PartitionClient(clients) if clients else PartitionFolder(folder.absolute())
         tables.connect(store, publishes, self._next_lease)
 
     def source(
@@ -128,8 +126,8 @@ class MultiMachineDeployment:
         settings, clients = self._settings, self._clients("parameter")
         parameters = SharedParameters(tables.in_common(shared), clients, settings.sync_interval, self._silent_seconds)
         as_tree = settings.distributed_tree_init_order and settings.warm_start is None
-        pauses = settings.checkpoint_chunks
-        return LeasedBuckets(tables, self.lock, self.machine, self._everyone, parameters, first, as_tree, pauses)
+        groups = self.machine, self._everyone
+        return LeasedBuckets(tables, self.lock, *groups, parameters, first, as_tree, settings.checkpoint_chunks)
 
     def _miss(self, name: str) -> None:
         role, _, number = name.partition(" ")

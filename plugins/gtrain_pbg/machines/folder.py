@@ -31,7 +31,7 @@ class PartitionFolder(FileStore):
     def path(self, key: str, array: str) -> Path:
         version = self.version(key)
         if version is None:
-            raise DataError(f"{self.folder} has no partition {key}.", hint="go on from the last checkpoint.")
+            raise DataError(f"{self.folder} has no partition {key}.", hint="resume from the last checkpoint.")
         return self._file(key, version, array)
 
     def version(self, key: str) -> int | None:

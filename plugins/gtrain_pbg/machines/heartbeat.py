@@ -151,8 +151,7 @@ class FailureDetector:
         """Return lost members and the reason; servers first, because their loss can end the job."""
         ended = select.select(list(self._processes.values()), [], [], 0)[0] if self._processes else []
         lost = {name: ENDED for name, process in self._processes.items() if process in ended}
-        limit = self._clock() - self._lease_seconds
-        silent = {name for name, heard in self._heard.items() if heard < limit} - lost.keys()
+        silent = {name for name in self._heard if self.silence(name) > self._lease_seconds} - lost.keys()
         lost |= dict.fromkeys(silent, f"sent no heartbeat for {self._lease_seconds:g} s")
         return dict(sorted(lost.items(), key=lambda item: (is_rank(item[0]), item[0])))
 

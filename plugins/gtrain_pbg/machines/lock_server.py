@@ -37,8 +37,9 @@ def main(context: ServerContext) -> None:
     """Serve until asked to end."""
     settings, trainer = PBGConfig(**context.config["strategy"]), context.config["trainer"]
     state = None if context.lasting_file is None else LastingState(context.lasting_file)
-    shape = trainer["num_nodes"], trainer["devices"]
-    lock = LockServer(settings, *shape, state=state, tell=context.say, tell_waiting=say_waiting)
+    lock = LockServer(
+        *(settings, trainer["num_nodes"], trainer["devices"]), state=state, tell=context.say, tell_waiting=say_waiting
+    )
     if context.restarts:
         print(f"restarted in round {lock.round}", flush=True)
     watch = threading.Thread(target=lock.watch, args=(context.stop,), name="gtrain-leases", daemon=True)
@@ -265,7 +266,7 @@ class LockServer:
             holder = f"partition {number}" if settings.partition_servers == EACH else ""
         if holder or settings.on_trainer_loss == "stop":
             data = f", and the data of {holder} is lost with it" if holder else ""
-            self._end(f"{name} is lost: it {how}{data}; go on from the last checkpoint (ckpt_path=last)")
+            self._end(f"{name} is lost: it {how}{data}; resume from the last checkpoint (ckpt_path=last)")
             return
         print(f"the job goes on without {name}, which stored nothing: it {how}", flush=True)
         self._missing.append(name)
@@ -329,8 +330,8 @@ class LockServer:
         nonempty = set(map(tuple, filled.nonzero().tolist()))
 
         def order(chunk: int) -> list[tuple[int, int]]:
-            seed = mixed(fields["seed"], fields["epoch"], chunk)
-            buckets = bucket_order(settings.bucket_order, settings.num_partitions, 2, seed)
+            key = fields["seed"], fields["epoch"], chunk
+            buckets = bucket_order(settings.bucket_order, settings.num_partitions, 2, mixed(*key))
             return [bucket for bucket in buckets if bucket in nonempty]
 
         return BucketScheduler(
@@ -384,9 +385,9 @@ class LockServer:
             if machine not in self._started:
                 self._started.add(machine)
                 print(f"round {self.round}: machine {machine} begins with bucket {grant.bucket}", flush=True)
-            fields = {"bucket": list(grant.bucket), "chunk": grant.chunk, "ahead": grant.ahead}
-            self._granted[machine] = {**fields, "leases": grant.leases}
-            return Message(self._granted[machine])
+            fields = {"bucket": list(grant.bucket), "chunk": grant.chunk, "ahead": grant.ahead, "leases": grant.leases}
+            self._granted[machine] = fields
+            return Message(fields)
         if scheduler.holds(machine):
             return Message({"give_back": True})
         if scheduler.over:

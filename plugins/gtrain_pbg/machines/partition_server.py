@@ -122,14 +122,13 @@ class PartitionClient(PartitionStore):
                 tensor[begin:end] = self._request(key, "read", fields).tensors[0]
 
     def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> ReuseWaits:
-        client = self._client(key)
         while True:
             try:
                 for array in WRITE_ORDER:
                     for begin, end in _pieces(tensors[array]):
                         fields = {"key": key, "version": version, "kind": array, "begin": begin}
                         fields["rows"] = len(tensors[array])
-                        client.request("write", fields, [tensors[array][begin:end]], SILENT_SECONDS)
+                        self._client(key).request("write", fields, [tensors[array][begin:end]], SILENT_SECONDS)
             except PeerRestartedError:
                 continue
             except RemoteError as error:

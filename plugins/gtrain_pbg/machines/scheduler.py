@@ -70,8 +70,7 @@ class GrantRanking:
         Args:
             choices: buckets that the machine may start, and the number of partitions to fetch for each.
         """
-        load = _load(self.pending)
-        tight = {p for p, count in load.items() if count * self.machines >= len(self.pending)}
+        tight = {p for p, count in _load(self.pending).items() if count * self.machines >= len(self.pending)}
         spread, joint = _load(self.free), Counter(frozenset(bucket) for bucket in self.free)
 
         def cost(number: int) -> tuple[bool, int, int, int]:
@@ -211,19 +210,13 @@ class BucketScheduler:
 
     def state(self) -> dict[str, Any]:
         """Return the state that a restarted lock server needs, as plain data."""
-        machines = {
-            number: (
-                machine.leases,
-                machine.active,
-                machine.ahead,
-                [(t, sorted(k)) for t, k in machine.unsaved.items()],
-            )
-            for number, machine in self._machines.items()
-        }
         return {
             "chunk": self._chunk,
             "pending": self._pending,
-            "machines": machines,
+            "machines": {
+                number: (state.leases, state.active, state.ahead, [(t, sorted(k)) for t, k in state.unsaved.items()])
+                for number, state in self._machines.items()
+            },
             "known": sorted(self._known),
             "rooted": sorted(self._rooted),
             "trained": list(self._trained_edges.items()),

@@ -6,18 +6,15 @@ than rows, operators that act on columns, and inner products.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from gtrain.nn.recipe import EdgeRecipe
 from gtrain_pbg.kernels import chunks as kernels
-from gtrain_pbg.kernels.rows import SideLayout
 from gtrain_pbg.kernels.tiles import has_words, padded
 from gtrain_pbg.kernels.updates import GradientSums, apply_sums
-from gtrain_pbg.step.layout import Array, EdgeBatch, PartitionRows, Workspace
+from gtrain_pbg.step.layout import Array, BatchLayout, EdgeBatch, PartitionRows, Workspace
 from gtrain_pbg.step.relations import OPERATOR_CODES, RelationOperator, UpdateRule
 from gtrain_pbg.step.scores import LOSSES
 
@@ -83,9 +80,8 @@ class ChunkTraining:
             )
         )
         loss = kernels.ChunkLoss(LOSSES[recipe.loss], recipe.margin, weight.numpy())
-        layout = SideLayout(recipe.chunk_size, recipe.num_uniform_negs, len(batch))
-        arguments: list[Any] = [ends, self._operators, batch.relation.numpy(), layout, loss, self._scratch]
-        lost: float = kernels.train_chunks(*arguments)
+        layout = BatchLayout(recipe.chunk_size, recipe.num_uniform_negs, len(batch))
+        lost: float = kernels.train_chunks(ends, self._operators, batch.relation.numpy(), layout, loss, self._scratch)
         for table, end_sums in zip(tables, sums, strict=True):
             apply_sums(end_sums, table.value.numpy(), table.state.numpy(), rule.numbers)
         return lost
@@ -112,8 +108,7 @@ class ChunkTraining:
         pairs = -(-columns // 2)
         shapes = [(m, pairs), (-(-m // 2), self._width), (count, pairs), (pairs, wide)]
         shapes += [(-(-count // 2), self._width), (m, -(-count // 2)), (-(-m // 2), wide)]
-        words = [np.zeros(shape, dtype=np.uint32) for shape in shapes]
-        return kernels.Scratch(query, score, by_query, *words)
+        return kernels.Scratch(query, score, by_query, *(np.zeros(shape, dtype=np.uint32) for shape in shapes))
 
     def _padded(self, columns: int) -> int:
         return padded(columns, self._work.dtype.itemsize)

@@ -48,44 +48,42 @@ class PartitionRows:
 
 
 @dataclass
-class EdgeBatch:
-    """B edges; of one relation if relations are static.
+class EdgeList:
+    """B edges of one bucket.
 
     Attributes:
         heads, tails: int64 ``[B]``, rows of their partitions.
         relation: int64 ``[B]``.
         weight: float ``[B]``; None: all 1.
-        drawn: int64 ``[C * u]`` for heads and for tails: rows drawn as negatives; unused if all nodes are negatives.
     """
 
     heads: Tensor
     relation: Tensor
     tails: Tensor
     weight: Tensor | None
-    drawn: tuple[Tensor, Tensor]
 
     def __len__(self) -> int:
         return self.heads.numel()
 
+    def select(self, rows: Tensor | slice) -> EdgeList:
+        """Return some of the edges."""
+        weight = None if self.weight is None else self.weight[rows]
+        return EdgeList(self.heads[rows], self.relation[rows], self.tails[rows], weight)
 
-@dataclass(frozen=True)
-class BatchLayout:
-    """A batch of B edges in C chunks of m edges and u drawn nodes; see :mod:`gtrain_pbg.kernels.rows`.
+
+@dataclass
+class EdgeBatch(EdgeList):
+    """Edges of one group of relations, of one relation if relations are static, and their negatives.
 
     Attributes:
-        edges: B.
-        chunk_size: m.
-        uniform: u.
+        drawn: int64 ``[C * u]`` for heads and for tails: rows drawn as negatives; unused if all nodes are negatives.
     """
 
-    edges: int
-    chunk_size: int
-    uniform: int
+    drawn: tuple[Tensor, Tensor]
 
-    @cached_property
-    def numbers(self) -> SideLayout:
-        """The same for kernels."""
-        return SideLayout(self.chunk_size, self.uniform, self.edges)
+
+class BatchLayout(SideLayout):
+    """A batch of B ``edges`` in C chunks of m edges (``chunk_size``) and u drawn nodes (``uniform``)."""
 
     @property
     def chunks(self) -> int:
@@ -133,9 +131,9 @@ class BatchLayout:
         return view[:, m:] if skip else view
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256)  # few sizes occur: each computes its spots once
 def _layout(edges: int, chunk_size: int, uniform: int) -> BatchLayout:
-    return BatchLayout(edges, chunk_size, uniform)  # few sizes occur: each computes its spots once
+    return BatchLayout(chunk_size, uniform, edges)
 
 
 def layout_of(recipe: EdgeRecipe, edges: int, nodes: int) -> BatchLayout:
@@ -229,5 +227,5 @@ def compact(work: Workspace, layout: BatchLayout, operand: Operand, name: str = 
     """Return the rows of an operand by edge, ``[B, D]``."""
     if not operand.spread:
         return operand.rows
-    result = work.take(name, layout.edges, operand.rows.size(1))
-    return torch.index_select(operand.rows, 0, layout.spots, out=result)
+    out = work.take(name, layout.edges, operand.rows.size(1))
+    return torch.index_select(operand.rows, 0, layout.spots, out=out)

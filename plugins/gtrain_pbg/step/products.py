@@ -261,5 +261,4 @@ class RoundedChunk(ChunkGroup):
 @lru_cache(maxsize=8)
 def dither(columns: int) -> Array:
     """Return the random fractions of :mod:`gtrain_pbg.kernels.rounding`."""
-    drawn = np.random.default_rng(0).random(rounding.SPAN + columns, dtype=np.float32)
-    return drawn - np.float32(0.5)
+    return np.random.default_rng(0).random(rounding.SPAN + columns, dtype=np.float32) - np.float32(0.5)

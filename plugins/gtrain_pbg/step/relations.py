@@ -110,14 +110,14 @@ class RelationOperator:
                 low.copy_(result)
             return
         target = bits(torch.empty(1, 1, dtype=torch.bfloat16) if low is None else low)
-        numbers, relations = layout.numbers, relation.numpy()
-        kernels.transform(self.arrays, rows.numpy(), numbers, relations, result.numpy(), target, low is not None)
+        arrays = self.arrays, rows.numpy(), layout, relation.numpy(), result.numpy(), target
+        kernels.transform(*arrays, low is not None)
 
     def backward(self, gradient: Tensor, rows: Tensor, layout: BatchLayout, relation: Tensor, by_row: Tensor) -> None:
         """From the gradient by the results ``[B, D]``, write that by the rows ``[B, D]`` and add that by parameters."""
         if not self.is_linear:
             edges = relation.numpy()
-            kernels.transform_backward(self.arrays, bits(gradient), rows.numpy(), layout.numbers, edges, by_row.numpy())
+            kernels.transform_backward(self.arrays, bits(gradient), rows.numpy(), layout, edges, by_row.numpy())
             return
         matrix, vector = self.weights["matrix"], self.weights.get("vector")
         for r, members, spots in self._by_relation(layout, relation):

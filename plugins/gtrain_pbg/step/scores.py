@@ -183,8 +183,7 @@ class SideScores:
         apart, by_apart = self._work.take("apart", layout.edges), self._work.take("by apart", layout.edges)
         if self._answer != losses.APART:
             return apart, by_apart
-        rows = compact(self._work, layout, queries).numpy()
-        kernels.pairs(rows, candidates.rows.numpy(), layout.numbers, apart.numpy())
+        kernels.pairs(compact(self._work, layout, queries).numpy(), candidates.rows.numpy(), layout, apart.numpy())
         if self._distances:
             squared = (queries.norm + candidates.norm[layout.spots]).sub_(apart, alpha=2)
             apart.copy_(-squared if self._comparator == losses.SQUARED else -squared.clamp(min=losses.TINY).sqrt())
@@ -205,7 +204,7 @@ class SideScores:
             product = torch.where(far, -by_apart / self._distance, 0)
         ends = compact(self._work, layout, queries).numpy(), candidates.rows.numpy()
         gradients = bits(queries.gradient), bits(candidates.gradient)
-        kernels.pairs_backward(product.numpy(), *ends, layout.numbers, *gradients)
+        kernels.pairs_backward(product.numpy(), *ends, layout, *gradients)
         if self._distances:
             queries.sums.add_(product)
             candidates.sums.index_add_(0, layout.spots, product)

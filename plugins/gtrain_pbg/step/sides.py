@@ -87,7 +87,7 @@ class SideOperands:
             ids[: layout.edges] = ends
             torch.arange(layout.uniform, out=ids[layout.edges :])
         else:
-            kernels.lay_out(ends.numpy(), drawn.numpy(), layout.numbers, ids.numpy())
+            kernels.lay_out(ends.numpy(), drawn.numpy(), layout, ids.numpy())
         value = table.value.numpy()
         if recipe.max_norm is not None:
             read = ids if table.bags is None else select_rows(table.bags, ids).ids

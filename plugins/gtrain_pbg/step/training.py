@@ -149,7 +149,7 @@ class TrainingStep:
     ) -> float:
         """Static relations: all tails, drawn ones too, are transformed by the one relation of the batch."""
         recipe, (head, tail) = self.recipe, sides
-        flat = BatchLayout(tail.layout.rows, tail.layout.rows, 0)
+        flat = BatchLayout(tail.layout.rows, 0, tail.layout.rows)
         relation = self.work.take("relation", flat.edges, dtype=torch.int64).fill_(int(batch.relation[0]))
         rows = self._sides.operand("moved", flat.edges, recipe.dimension, tail.rows.bias, tail.rows.by_bias)
         operator.forward(tail.rows.rows, flat, relation, rows.rows, rows.low)
@@ -208,7 +208,7 @@ class TrainingStep:
         """Return the scores of the given ends as answers to themselves."""
         scores, layout = self.work.take("own", side.layout.edges), side.layout
         queries = compact(self.work, layout, query, name="own query")
-        kernels.pairs(queries.numpy(), side.rows.rows.numpy(), layout.numbers, scores.numpy())
+        kernels.pairs(queries.numpy(), side.rows.rows.numpy(), layout, scores.numpy())
         if self.recipe.bias:
             scores.add_(query.bias, alpha=2)
         if self._loops is not None:
@@ -221,7 +221,7 @@ class TrainingStep:
         by_row = merged.zero_() if side.by_row is None else side.by_row
         if side.by_edge is None:
             return merged.copy_(by_row)
-        kernels.add_rows(bits(by_row), bits(side.by_edge), side.layout.numbers, merged.numpy())
+        kernels.add_rows(bits(by_row), bits(side.by_edge), side.layout, merged.numpy())
         return merged
 
     def _regularize(self, batch: EdgeBatch, sides: tuple[BatchSide, BatchSide], weight: Tensor) -> float:
@@ -288,8 +288,7 @@ class TableUpdate:
             room = self._work.take("bag sums", most, value.shape[1]).numpy()
             sums = GradientSums(head, touched, count.numpy(), room)
             for side in sides:
-                numbers = side.layout.numbers
-                updates.add_bags(side.ids.numpy(), bags_of(table), side.gradients, numbers, sums, self._has_bias)
+                updates.add_bags(side.ids.numpy(), bags_of(table), side.gradients, side.layout, sums, self._has_bias)
             updates.apply_sums(sums, value, state, rule.numbers)
             return
         total, first, rows = sum(side.ids.numel() for side in sides), 0, 0
@@ -300,5 +299,5 @@ class TableUpdate:
             first += side.ids.numel()
         split, gradients = sides[0].ids.numel(), (sides[0].gradients, sides[-1].gradients)
         work = self._work.take("row", value.shape[1]).numpy()
-        layout = sides[0].layout.numbers
+        layout = sides[0].layout
         updates.scatter(chains, rows, split, *gradients, layout, value, state, rule.numbers, self._has_bias, work)

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from numba.extending import overload
 from numpy.typing import NDArray
 
 from gtrain.kernels.memory import fence
-from gtrain.kernels.options import BARE, bare
+from gtrain.kernels.options import BARE, bare, by_type
 from gtrain.nn.rules import RULES
 
 Array = NDArray[Any]
@@ -63,9 +62,14 @@ class UpdateProgress(NamedTuple):
         self.marker[ROW] = -1
 
 
+@by_type(
+    lambda width, row, state, backup: (
+        _copy_nothing if not len(state) else _copy_number if state[0].ndim == 1 else _copy_columns
+    ),
+    jit_options=BARE,
+)
 def back_up_state(width: int, row: int, state: Any, backup: Any) -> None:
     """Copy a row of each state tensor to the rows of ``backup``; a recursion that the compiler unrolls."""
-    raise NotImplementedError("compiled only")
 
 
 def _copy_nothing(width: int, row: int, state: Any, backup: Any) -> None:
@@ -81,13 +85,6 @@ def _copy_columns(width: int, row: int, state: Any, backup: Any) -> None:
     for column in range(width):
         backup[0, column] = state[0][row, column]
     back_up_state(width, row, state[1:], backup[1:])
-
-
-@overload(back_up_state, jit_options=BARE)
-def _typed_back_up(width: int, row: int, state: Any, backup: Any) -> Any:
-    if not len(state):
-        return _copy_nothing
-    return _copy_number if state[0].ndim == 1 else _copy_columns
 
 
 @bare

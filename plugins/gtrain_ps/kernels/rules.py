@@ -10,14 +10,14 @@ Below, w is a row of the table, g its gradient plus ``weight_decay * w``, d its 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.extending import overload
 
-from gtrain.kernels.options import BARE, FAST
+from gtrain.kernels.options import BARE, FAST, by_type
 
-_OPTIONS: Any = {**BARE, "fastmath": FAST}
+_compiled: Any = partial(by_type, jit_options={**BARE, "fastmath": FAST})
 
 
 class Sgd(NamedTuple):
@@ -63,6 +63,7 @@ def rule_of(name: str, settings: Mapping[str, Any]) -> Any:
     return rule(*(tuple(map(float, value)) if isinstance(value, (list, tuple)) else float(value) for value in values))
 
 
+@_compiled(lambda rule, width, row, total, table, state: CHANGES.get(rule.instance_class, _no_change))
 def change(rule: Any, width: int, row: int, total: Any, table: Any, state: Any) -> None:
     """Change a row of the table and its state.
 
@@ -74,9 +75,9 @@ def change(rule: Any, width: int, row: int, total: Any, table: Any, state: Any) 
         table: ``[n, d]``.
         state: the rule's tensors ``[n, d]`` or ``[n]``, in the order of :mod:`gtrain.nn.rules`.
     """
-    raise NotImplementedError("compiled only")
 
 
+@_compiled(lambda rule, width, row, norm, state, like: FACTORS.get(rule.instance_class, _no_factor))
 def factor(rule: Any, width: int, row: int, norm: Any, state: Any, like: Any) -> Any:
     """Change a row's state, and return the factor by which its gradient is multiplied and subtracted from the row.
 
@@ -88,12 +89,11 @@ def factor(rule: Any, width: int, row: int, norm: Any, state: Any, like: Any) ->
         state: as for :func:`change`.
         like: an array of the table's dtype.
     """
-    raise NotImplementedError("compiled only")
 
 
-def takes_factor(rule: Any) -> bool:
+@_compiled(lambda rule: _yes if rule.instance_class in FACTORS else _no)
+def takes_factor(rule: Any) -> Any:
     """Whether a rule is one of :data:`FACTORS`; a constant of the compiled code."""
-    raise NotImplementedError("compiled only")
 
 
 def _sgd(rule: Any, width: int, row: int, total: Any, table: Any, state: Any) -> None:
@@ -141,21 +141,6 @@ CHANGES: Mapping[type, Callable[..., None]] = {Sgd: _sgd, Adagrad: _adagrad, Laz
 FACTORS: Mapping[type, Callable[..., Any]] = {RowwiseAdagrad: _rowwise_adagrad}
 RULES: Mapping[str, Any] = {"sgd": Sgd, "adagrad": Adagrad, "rowwise_adagrad": RowwiseAdagrad, "lazy_adam": LazyAdam}
 """Rules by their names in :data:`gtrain.nn.rules.RULES`."""
-
-
-@overload(change, jit_options=_OPTIONS)
-def _typed_change(rule: Any, width: int, row: int, total: Any, table: Any, state: Any) -> Any:
-    return CHANGES.get(rule.instance_class, _no_change)
-
-
-@overload(factor, jit_options=_OPTIONS)
-def _typed_factor(rule: Any, width: int, row: int, norm: Any, state: Any, like: Any) -> Any:
-    return FACTORS.get(rule.instance_class, _no_factor)
-
-
-@overload(takes_factor, jit_options=_OPTIONS)
-def _typed_takes_factor(rule: Any) -> Any:
-    return _yes if rule.instance_class in FACTORS else _no
 
 
 def _yes(rule: Any) -> bool:

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 from numba import njit
-from numba.extending import overload
 
 from gtrain.kernels.memory import prefetch_entry, prefetch_next_row
-from gtrain.kernels.options import BARE, FAST, bare, inlined
+from gtrain.kernels.options import BARE, FAST, bare, by_type, inlined
 from gtrain_ps.kernels.progress import DONE, end_row, start_row
 from gtrain_ps.kernels.rules import change, factor, takes_factor
 from gtrain_ps.kernels.widths import Kernel, is_large
@@ -150,25 +149,28 @@ def _update_rows(
             end_row(index, progress)
 
 
+@by_type(
+    lambda state, row, width: (
+        _prefetch_nothing if not len(state) else _prefetch_number if state[0].ndim == 1 else _prefetch_columns
+    ),
+    jit_options=BARE,
+)
 def _prefetch_state(state: Any, row: int, width: int) -> None:
     """Prefetch a row of each state tensor; the compiler unrolls the recursion over the tensors."""
-    raise NotImplementedError("compiled only")
 
 
-@overload(_prefetch_state, jit_options=BARE)
-def _typed_prefetch(state: Any, row: int, width: int) -> Any:
-    def nothing(state: Any, row: int, width: int) -> None:
-        pass
+def _prefetch_nothing(state: Any, row: int, width: int) -> None:
+    pass
 
-    def number(state: Any, row: int, width: int) -> None:
-        prefetch_entry(state[0], row)
-        _prefetch_state(state[1:], row, width)
 
-    def columns(state: Any, row: int, width: int) -> None:
-        prefetch_next_row(state[0], row, width)
-        _prefetch_state(state[1:], row, width)
+def _prefetch_number(state: Any, row: int, width: int) -> None:
+    prefetch_entry(state[0], row)
+    _prefetch_state(state[1:], row, width)
 
-    return nothing if not len(state) else number if state[0].ndim == 1 else columns
+
+def _prefetch_columns(state: Any, row: int, width: int) -> None:
+    prefetch_next_row(state[0], row, width)
+    _prefetch_state(state[1:], row, width)
 
 
 @cache

@@ -261,9 +261,8 @@ def test_a_machine_that_is_lost_with_its_servers_ends_the_job_at_once(lost: int,
         for job in jobs:
             job.kill()
     assert done.returncode != 0 and "Traceback" not in done.stderr
-    kept = (
-        "parameter 1 is lost: it has ended, and the data of partition 1 is lost with it; go on from the last checkpoint"
-    )
+    kept = "parameter 1 is lost: it has ended, and the data of partition 1 is lost with it; resume from the last "
+    kept += "checkpoint"
     why = kept if lost else "machine 0 is lost"
     assert f"rank {1 - lost} of 2 (machine {1 - lost}) failed with JobEndedError: {why}" in done.stderr
     if lost == 0:  # the checkpoint is the same kind of thing in both

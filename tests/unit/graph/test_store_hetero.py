@@ -178,7 +178,7 @@ def test_types_have_to_be_named(tmp_path: Path) -> None:
         load_whole(store)
     with pytest.raises(StoreError, match="no node type 'venue'"):
         store.node("x", 0, "venue")
-    with pytest.raises(StoreError, match="no edge type a__b__c"):
+    with pytest.raises(StoreError, match="no edge type 'a__b__c'"):
         store.edge("indices", 0, ("a", "b", "c"))
     with pytest.raises(StoreError, match=r"no node tensor of author called 'y'; it has orig_id, x"):
         store.node("y", 0, "author")

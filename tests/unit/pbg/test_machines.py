@@ -498,7 +498,7 @@ def test_who_is_silent_is_waited_for_where_its_process_is_there_and_the_job_need
     [
         ([0, 1], 0, "continue", "and the data of parameter 1 is lost with it"),
         ([0], -1, "continue", "and the data of partition 1 is lost with it"),
-        ([0], 0, "stop", "parameter 1 is lost: it sent no heartbeat for 10 s; go on"),
+        ([0], 0, "stop", "parameter 1 is lost: it sent no heartbeat for 10 s; resume"),
         ([0], 0, "continue", ""),
         ([], 1, "continue", ""),
     ],
