@@ -230,7 +230,7 @@ class _Peer:
             # A large message is sent only after READY, so without a buffer of its size the two ranks disagree.
             if work is not None or size > EAGER_BYTES:
                 expected = "no large message was" if work is None else f"{len(work.view)} bytes were"
-                error = ConnectionAbortedError(f"{size} bytes arrived, but {expected} expected")
+                error = ConnectionAbortedError(f"{size} bytes, but {expected} expected")
                 if work is not None:
                     work.finish(self._gone(error))
                 raise error
@@ -257,7 +257,8 @@ class _Peer:
         if len(content) != len(work.view):
             work.finish(
                 PeerLostError(
-                    f"{self.mesh.name_of(self.rank)} sent {len(content)} bytes where {len(work.view)} were expected"
+                    f"{self.mesh.name_of(self.rank)} sent {len(content)} bytes, but {len(work.view)} bytes "
+                    "were expected"
                 )
             )
             return

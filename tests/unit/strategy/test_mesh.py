@@ -120,7 +120,7 @@ def test_a_message_of_another_size_than_expected_is_an_error(size: int) -> None:
         one, two = (Group(rank, 2, mesh) for rank, mesh in enumerate(made))
         transfer = two.receive(torch.empty(size + 1, dtype=torch.uint8), 0, 1)
         sent = one.send(torch.zeros(size, dtype=torch.uint8), 1, 1)
-        with pytest.raises(PeerLostError, match=f"rank 0 sent .*{size} bytes where {size + 1} were expected"):
+        with pytest.raises(PeerLostError, match=f"rank 0 sent .*{size} bytes, but {size + 1} bytes were expected"):
             transfer.wait()
         with contextlib.suppress(PeerLostError):
             sent.wait()
