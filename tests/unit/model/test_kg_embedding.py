@@ -327,7 +327,7 @@ def test_every_edge_has_one_place() -> None:
         assert sorted(chunks.edge[chunks.filled].tolist()) == list(range(8))
     assert chunks.edge[chunks.filled].tolist() == [1, 4, 7, 0, 2, 3, 5, 6]
     assert (relation[chunks.edge] == relation[chunks.edge][:, :1])[chunks.filled].all()
-    assert chunks.false_places(1)[0].tolist() == [
+    assert chunks.negative_mask(1)[0].tolist() == [
         [False, True, False, True],
         [True, False, False, True],
         [True, True, False, True],
