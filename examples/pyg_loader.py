@@ -14,7 +14,7 @@ from torch_geometric.loader import NodeLoader
 from torch_geometric.nn import GraphSAGE
 
 from gtrain import PlantedData
-from gtrain_pyg.pyg_sampler import open_for_loaders
+from gtrain_pyg.pyg_loaders import open_for_loaders
 
 
 def main() -> float:

@@ -30,7 +30,7 @@ _HOMES = {
     "GraphShard": "gtrain.graph.shard",
     "Store": "gtrain.graph.store",
     "SeedLoader": "gtrain.data.batches.loader",
-    "NodeClassifier": "gtrain.model.node_classifier",
+    "NodeClassifier": "gtrain.model.classification",
     "GraphDataModule": "gtrain.data.module",
     "PlantedData": "gtrain.data.planted",
     "EdgesData": "gtrain.data.sources.edges",

@@ -207,7 +207,7 @@ _IN_RANKS = (
     *("gtrain_sar.strategy", "gtrain_pyg.strategy", "gtrain_single.strategy", "gtrain.callbacks.checkpoint"),
     *("gtrain_ps.strategy", "gtrain_ps.server.service", "gtrain_pbg.strategy", "gtrain_pbg.machines"),
     *("gtrain.data.planted", "gtrain.data.planted.kg", "gtrain.data.planted.sparse", "gtrain.data.sources.edges"),
-    *("gtrain.model.kg.embedding", "gtrain.model.sparse_classifier", "gtrain.model.link_predictor"),
+    *("gtrain.model.kg.embedding", "gtrain.model.classification", "gtrain.model.link_predictor"),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,12 +16,10 @@ from gtrain.graph.sampling import Columns
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
 from gtrain_pyg.buffers import BufferPool
-from gtrain_pyg.ranks.hosting import Hosting, SharedArrays, detect_hosting
-from gtrain_pyg.ranks.parts import PartBook
-from gtrain_pyg.ranks.service import Peers
-from gtrain_pyg.sampling.remote import serve_sampling
+from gtrain_pyg.graph_structure import GraphStructure
+from gtrain_pyg.peers import Hosting, PartBook, Peers, SharedArrays, detect_hosting
+from gtrain_pyg.sampling.hop import METHOD, serve_sampling
 from gtrain_pyg.sampling.sampler import DistributedSampler
-from gtrain_pyg.structure.hosted import GraphStructure
 
 Result = TypeVar("Result")
 
@@ -78,7 +76,7 @@ def job_of(
 
     Args:
         store: the store.
-        transport: see :func:`gtrain_pyg.ranks.hosting.host`.
+        transport: see :func:`gtrain_pyg.peers.host`.
         hops: of structure that is copied.
         timeout: of a request, seconds.
         silent: ranks that do not answer for their part.
@@ -88,7 +86,9 @@ def job_of(
         hosting, pool = detect_hosting(group, transport), BufferPool()
         peers, sharing = Peers(group, hosting, timeout=timeout), SharedArrays.create(group, hosting)
         structure = GraphStructure(store, PartBook.of(store), hosting, sharing, hops=hops)
-        if group.rank not in silent:
+        if group.rank in silent:
+            peers.handle(METHOD, lambda message: Future())
+        else:
             serve_sampling(structure, peers, pool)
         peers.open()
         return Rank(hosting, peers, structure, pool, sharing)

@@ -17,7 +17,7 @@ from gtrain.graph.store.manifest import EDGE_TYPE
 from gtrain.wire import Client, Message, Server
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.features.feature_store import FeatureStore
-from gtrain_pyg.ranks.parts import PartBook
+from gtrain_pyg.peers import PartBook
 
 NODES, PARTS = 60, 3
 NAMES = {"node": ("x", "y", "time", "train_mask", "orig_id"), EDGE_TYPE: ("edge_id", "edge_attr", "edge_weight")}

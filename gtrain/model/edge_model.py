@@ -1,9 +1,12 @@
-"""Base of the models that predict edges: loss, ranks and area under the ROC curve."""
+"""Base of the models that predict edges: loss, ranks and area under the ROC curve.
+
+A rank is the position of the true answer among all candidates.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -11,9 +14,204 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat
 
-from gtrain.model.mean_loss import MeanLoss, log_mean_loss
-from gtrain.model.optimizers import OptimizedModule
-from gtrain.model.ranking import NAMES, Ranking
+from gtrain.model.decoders import Decoder
+from gtrain.model.module import MeanLoss, OptimizedModule, log_mean_loss
+from gtrain.protocols import Lists, Spread
+
+NAMES = ("mrr", "hits@1", "hits@10")
+CHUNK = 1 << 24  # scores in memory at a time
+
+
+class Ranking(Metric):
+    """Mean reciprocal rank, mean rank, or share of ranks up to k; NaN without ranks.
+
+    Args:
+        name: ``mrr``, ``mean_rank`` or ``hits@<k>``.
+
+    Shapes:
+        ``update`` takes ranks ``[B]`` (from 1; halves where answers tie); B may be 0.
+    """
+
+    full_state_update = False
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.limit = int(name.split("@")[1]) if "@" in name else None
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, ranks: Tensor) -> None:
+        if self.limit is not None:
+            values = (ranks <= self.limit).double()
+        else:
+            values = 1.0 / ranks if self.name == "mrr" else ranks
+        self.total += values.double().sum()
+        self.count += ranks.numel()
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+def ranks(
+    score: Callable[[slice], Tensor], answer: Tensor, known_ptr: Tensor | None, known: Tensor | None, candidates: int
+) -> Tensor:
+    """Return the rank of each query's answer among the candidates, 1 for the best.
+
+    Candidates that are true answers of the query as well are left out (the filtered setting of Bordes et al. 2013).
+    An answer that ties with other candidates gets the mean of the ranks that they share.
+
+    Args:
+        score: scores ``[b, candidates]`` of a slice of the queries; called for one slice after another, so that about
+            :data:`CHUNK` scores exist at a time.
+        answer: the candidate that is each query's answer.
+        known_ptr: start of each query's known answers in ``known``; None ranks unfiltered.
+        known: candidates known to be true.
+        candidates: number of candidates.
+
+    Shapes:
+        answer int64 ``[B]``, known_ptr int64 ``[B + 1]``, known int64 ``[K]``; result float64 ``[B]``.
+    """
+    total, step = answer.numel(), max(1, CHUNK // max(candidates, 1))
+    blocks = [answer.new_zeros(0, dtype=torch.float64)]
+    for start in range(0, total, step):
+        rows = slice(start, min(start + step, total))
+        blocks.append(_ranks_of(score(rows), answer[rows], *known_of(rows, known_ptr, known)))
+    return torch.cat(blocks)
+
+
+def known_of(rows: slice, known_ptr: Tensor | None, known: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the row and the candidate of each known answer of a slice of the queries."""
+    if known_ptr is None or known is None:
+        return None, None
+    pointer = known_ptr[rows.start : rows.stop + 1]
+    row = torch.repeat_interleave(torch.arange(pointer.numel() - 1, device=pointer.device), pointer.diff())
+    return row, known[int(pointer[0]) : int(pointer[-1])]
+
+
+def _ranks_of(scores: Tensor, answer: Tensor, row: Tensor | None, known: Tensor | None) -> Tensor:
+    own = scores.gather(1, answer.unsqueeze(1))
+    if row is not None and known is not None:
+        scores = scores.clone()
+        scores[row, known] = -torch.inf
+    better = (~(scores <= own)).sum(1)  # NaN counts as better than the answer
+    others = (scores == own).sum(1) - (scores.gather(1, answer.unsqueeze(1)) == own).flatten().long()
+    return 1 + better.double() + others.double() / 2
+
+
+def spread_ranks(
+    decoder: Decoder,
+    spread: Spread,
+    embeddings: tuple[Tensor, Tensor],
+    endpoints: tuple[Tensor, Tensor],
+    relation: Tensor | None,
+    filtered: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the ranks of the targets and of the sources of this rank's edges among the nodes of all ranks.
+
+    Each rank scores its nodes for the edges of all ranks and counts those that are better than the answer; an
+    all-reduce adds the counts. Collective, for ranks without edges too. The result equals that of :func:`ranks` over
+    all nodes.
+
+    Args:
+        decoder: scores edges.
+        spread: the batch's.
+        embeddings: embeddings of the rank's nodes of the sources' type and of the targets', ``[num_own, D]``.
+        endpoints: embeddings of the sources and of the targets of the edges, ``[B, D]``.
+        relation: int64 ``[B]``, or None.
+        filtered: leave out other true answers.
+
+    Returns:
+        float64 ``[B]`` each.
+    """
+    sources = _Candidates(decoder.heads, embeddings[0], spread.first[0])
+    targets = _Candidates(decoder.tails, embeddings[1], spread.first[1])
+    known_sources = spread.known_sources(relation) if filtered else None
+    of_sources = _Queries(endpoints[0], spread.source, spread.target, relation)
+    of_targets = _Queries(endpoints[1], spread.target, spread.source, relation, known_sources)
+    return (
+        _ranks(spread, targets, of_sources, spread.known_targets if filtered else None),
+        _ranks(spread, sources, of_targets, None),
+    )
+
+
+class _Candidates:
+    """The candidates that this rank owns: ids ``first`` and on, with embeddings ``[n, D]``."""
+
+    def __init__(self, score: Callable[[Tensor, Tensor | None, Tensor], Tensor], rows: Tensor, first: int) -> None:
+        self.score, self.rows, self.first = score, rows, first
+
+    def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of ids, and which of them this rank owns."""
+        index = ids - self.first
+        return index, (index >= 0) & (index < len(self.rows))
+
+
+class _Queries:
+    """Embeddings ``[B, D]`` of one end of edges; on the CPU the ids of both ends, relations, and known answers."""
+
+    def __init__(
+        self, rows: Tensor, ids: Tensor, answer: Tensor, relation: Tensor | None, known: Lists | None = None
+    ) -> None:
+        self.rows, self.ids, self.answer, self.known = rows, ids, answer, known
+        self.relation = None if relation is None else relation.cpu()
+
+    def gathered(self, spread: Spread, chosen: slice) -> tuple[list[int], _Queries]:
+        """Return the number of each rank's chosen queries, and the queries of all ranks."""
+        rows = spread.all_gather(self.rows[chosen])
+        columns = [self.ids, self.answer] + ([] if self.relation is None else [self.relation])
+        table = torch.cat(spread.all_gather(torch.stack(columns, dim=1)[chosen]))
+        relation = None if self.relation is None else table[:, 2]
+        known = None
+        if self.known is not None:
+            pointer, ids = self.known
+            bounds = pointer[chosen.start : chosen.stop + 1]
+            counts = torch.cat(spread.all_gather(bounds.diff()))
+            flat = torch.cat(spread.all_gather(ids[int(bounds[0]) : int(bounds[-1])]))
+            known = torch.cat([counts.new_zeros(1), counts.cumsum(0)]), flat
+        return [len(part) for part in rows], _Queries(torch.cat(rows), table[:, 0], table[:, 1], relation, known)
+
+
+def _ranks(
+    spread: Spread,
+    candidates: _Candidates,
+    queries: _Queries,
+    known_answers: Callable[[Tensor, Tensor | None], Lists] | None,
+) -> Tensor:
+    """Return the ranks of this rank's answers; ``known_answers`` returns those among the rank's candidates."""
+    total = len(queries.ids)
+    sizes = torch.stack(spread.all_gather(torch.tensor([total, len(candidates.rows)])))
+    step = max(1, CHUNK // max(int(sizes[:, 1].max()) * spread.size, 1))
+    blocks = [torch.empty(0, dtype=torch.float64)]
+    for start in range(0, int(sizes[:, 0].max()), step):
+        counts, gathered = queries.gathered(spread, slice(min(start, total), min(start + step, total)))
+        known = gathered.known if known_answers is None else known_answers(gathered.ids, gathered.relation)
+        blocks.append(_counted(spread, candidates, gathered, known).split(counts)[spread.rank])
+    return torch.cat(blocks)
+
+
+def _counted(spread: Spread, candidates: _Candidates, queries: _Queries, known: Lists | None) -> Tensor:
+    """Return the ranks of the answers of all ranks' queries, float64 ``[B]`` on the CPU."""
+    device = queries.rows.device
+    relation = None if queries.relation is None else queries.relation.to(device)
+    scores = candidates.score(queries.rows, relation, candidates.rows)  # (queries, candidates)
+    index, owned = candidates.local(queries.answer)
+    query, index = owned.nonzero().flatten().to(device), index[owned].to(device)
+    own = scores.new_zeros(len(scores))
+    own[query] = scores[query, index]
+    own = spread.all_reduce(own).unsqueeze(1)  # one rank owns each answer
+    if known is not None:
+        row = torch.repeat_interleave(torch.arange(len(scores)), known[0].diff())
+        candidate, owned = candidates.local(known[1])
+        scores = scores.clone()
+        scores[row[owned].to(device), candidate[owned].to(device)] = -torch.inf
+    better = (~(scores <= own)).sum(1)  # NaN counts as better than the answer
+    ties = (scores == own).sum(1)
+    ties[query] -= (scores[query, index] == own[query, 0]).long()
+    better, ties = spread.all_reduce(torch.stack([better, ties]))
+    return (1 + better.double() + ties.double() / 2).cpu()
 
 
 class Auc(Metric):
@@ -50,7 +248,7 @@ class EdgeModel(OptimizedModule):
     """Base of the LightningModules whose seeds are edges; logs ``loss``, ``mrr``, ``hits@k`` and ``auc``."""
 
     rank_names: ClassVar[tuple[str, ...]] = NAMES
-    """The metrics of ranks that it logs; see :class:`~gtrain.model.ranking.Ranking`."""
+    """The metrics of ranks that it logs; see :class:`~gtrain.model.edge_model.Ranking`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,10 +12,9 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError
 from gtrain.model.decoders import Decoder
-from gtrain.model.edge_model import EdgeModel
+from gtrain.model.edge_model import EdgeModel, ranks, spread_ranks
 from gtrain.model.inputs import input_names, run_network
-from gtrain.model.optimizers import MakeOptimizer
-from gtrain.model.ranking import ranks, spread_ranks
+from gtrain.model.module import MakeOptimizer
 from gtrain.protocols import NodeBatches, Spread, entry
 
 Batch: TypeAlias = Data | HeteroData

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import HeteroConv, HGTConv, MessagePassing, RGCNConv, SAGEConv
 from torch_geometric.nn.inits import glorot
 
-from gtrain.model.trim import trim
+from gtrain.model.inputs import trim
 
 EdgeType = tuple[str, str, str]
 
@@ -110,7 +110,7 @@ class RGCN(Relational):
         num_sampled_nodes_per_hop: list[int] | None = None,
         num_sampled_edges_per_hop: list[int] | None = None,
     ) -> Tensor:
-        """Return the scores of every node; with the numbers of each hop, at least of the seeds (:mod:`.trim`)."""
+        """Return the scores of every node; with the numbers of each hop, at least of the seeds (:func:`.trim`)."""
         hops = num_sampled_nodes_per_hop, num_sampled_edges_per_hop
         for number, conv in enumerate(self.convs):
             x, edge_index, edge_type = trim(number, hops, x, edge_index, edge_type)

@@ -7,12 +7,14 @@ for the optimizers of every backend.
 from gtrain.moved import renamed
 from gtrain.nn.csr import Csr, as_csr, mean_rows, select_rows
 from gtrain.nn.dgl_graph import DglGraph
-from gtrain.nn.layers import Embedding, EmbeddingBag, SparseLinear
 from gtrain.nn.optim import SGD, Adagrad, JointOptimizer, LazyAdam, RowOptimizer, RowwiseAdagrad
 from gtrain.nn.table import (
     RENAMED,
+    Embedding,
+    EmbeddingBag,
     LocalTableStorage,
     RemoteTableStorage,
+    SparseLinear,
     Table,
     TableSpec,
     TableStorage,

@@ -36,7 +36,6 @@ _CHUNK = 1 << 20  # elements whose masks plain torch code computes at once
 _COMPILED: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
 _log = logging.getLogger(__name__)
 
-
 # ------------------------------------------------------------------------------------------------------------- masks
 
 

@@ -2,7 +2,7 @@
 
 A rule maps rows of a table, their optimizer state and their gradients to new rows and new state. It depends on
 those rows only, so every block of a table is updated alike, however the table is divided. Before a rule is applied,
-gradients of the same row are summed (:func:`gtrain.nn.product.coalesce`), and rows whose gradient is zero in every
+gradients of the same row are summed (:func:`gtrain.nn.csr.coalesce`), and rows whose gradient is zero in every
 column are omitted: neither momentum nor weight decay changes them.
 
 With g the gradient of a row w plus ``weight_decay`` * w, and d its width:
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gtrain.nn.product import coalesce
+from gtrain.nn.csr import coalesce
 
 State = dict[str, Tensor]
 Settings = Mapping[str, Any]

@@ -21,12 +21,12 @@ from gtrain import messages
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.graph.store import Store
 from gtrain.graph.store.entities import entity_bags
+from gtrain.model.classification import NodeClassifier
 from gtrain.model.config import ModuleConfig, NetworkConfig
 from gtrain.model.decoders import make_decoder
 from gtrain.model.encoder import NodeEncoder, NodeIds
 from gtrain.model.link_predictor import LinkPredictor
 from gtrain.model.networks import norm_settings
-from gtrain.model.node_classifier import NodeClassifier
 from gtrain.nn import Csr
 from gtrain.settings import defaults
 

@@ -21,7 +21,7 @@ from numpy.typing import DTypeLike
 from torch import Tensor
 
 from gtrain.memory.pages import address_of, map_private
-from gtrain_pyg.ranks.parts import Array
+from gtrain_pyg.peers import Array
 
 SMALL_BYTES = 32 << 10
 """numpy allocates smaller arrays itself: malloc reuses their memory."""

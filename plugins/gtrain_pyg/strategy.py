@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,15 +22,80 @@ from gtrain.strategy.base import GraphStrategy
 from gtrain_pyg import SERVES
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.config import PygConfig
+from gtrain_pyg.features.cache import expected_visits, fill_cache
+from gtrain_pyg.features.feature_store import FeatureStore
 from gtrain_pyg.features.tables import ExtraTensors
-from gtrain_pyg.links import LinkEvaluation, link_seeds, local_nodes
+from gtrain_pyg.graph_structure import GraphStructure
 from gtrain_pyg.loader import PrefetchPlan, SampledBatches
 from gtrain_pyg.norm import SampledGcnNorm, check_uncached
-from gtrain_pyg.ranks.hosting import detect_hosting
-from gtrain_pyg.ranks.service import Peers
+from gtrain_pyg.peers import NodeOrEdgeType, PartBook, Peers, SharedArrays, detect_hosting
+from gtrain_pyg.sampling.hop import serve_sampling
 from gtrain_pyg.sampling.sampler import DistributedSampler
-from gtrain_pyg.seeds import SeedSource, node_seeds
-from gtrain_pyg.shard import Shard, open_shard
+from gtrain_pyg.seeds import LinkEvaluation, SeedSource, link_seeds, local_nodes, node_seeds, seed_nodes
+
+_WIRE_DTYPES = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Shard:
+    """What a rank needs of one store to make batches.
+
+    Attributes:
+        store: the graph.
+        peers: the other ranks.
+        structure: the edges that this rank reads.
+        features: node and edge tensors, hosted and remote.
+        shared: arrays shared by the ranks of the machine.
+    """
+
+    store: Store
+    peers: Peers
+    structure: GraphStructure
+    features: FeatureStore
+    shared: SharedArrays
+
+    @property
+    def has_remote_parts(self) -> bool:
+        """Whether some rank has to request data of another."""
+        return not self.peers.hosting.complete
+
+    def fill_cache(self, loader: SeedLoader, options: SamplingOptions, nbytes: int) -> None:
+        """Cache the rows of the remote nodes that this machine's ranks are likeliest to need, in shared memory.
+
+        Args:
+            loader: describes the batches.
+            options: how they are sampled.
+            nbytes: bytes per rank.
+        """
+        if self.features.cache is not None:
+            return
+        hosting, store = self.peers.hosting, self.store
+        share = max(1, (loader.batch_size or loader.num_seeds) // hosting.world)
+        seeds, fan_out = seed_nodes(loader, hosting.parts), options.fan_out(store.edge_types)
+        visits = expected_visits(store, seeds, share * len(hosting.parts), fan_out)
+        fill_cache(
+            self.features,
+            visits,
+            nbytes * len(hosting.parts),
+            lambda make: self.shared.arrays("halo-cache", min(hosting.parts), make),
+        )
+
+    def close(self) -> None:
+        """Close the connections and release the shared memory."""
+        self.peers.close()
+        self.shared.close()
+
+
+def _tensor_names(store: Store, extra: ExtraTensors) -> dict[NodeOrEdgeType, list[str]]:
+    """Return the tensors that batches carry; masks are left out, since a batch names its seeds."""
+    names: dict[NodeOrEdgeType, list[str]] = {}
+    for node_type in store.node_types:
+        names[node_type] = [name for name in store.node_tensors(node_type) if not name.endswith("_mask")]
+    for edge_type in store.edge_types:
+        names[edge_type] = [name for name in store.edge_tensors(edge_type) if name != "indices"]
+    for graph_type, tensors in extra.items():
+        names[graph_type] += list(tensors)
+    return names
 
 
 class PygStrategy(GraphStrategy):
@@ -54,6 +119,7 @@ class PygStrategy(GraphStrategy):
 
     def open_shard(self, store: Store) -> Shard:
         self._close()
+        self.serves.check_parts(self.strategy_name, store.num_parts, self.world_size)
         assert self.cluster_environment is not None
         peers = Peers(
             self.group,
@@ -63,7 +129,24 @@ class PygStrategy(GraphStrategy):
             security=self.servers.security,
             main_address=self.cluster_environment.main_address,
         )
-        self._opened = open_shard(store, self.group, peers, self.settings, self.pool, self.dtype, self._degrees)
+        book, hosting = PartBook.of(store), peers.hosting
+        shared = SharedArrays.create(self.group, hosting)
+        structure = GraphStructure(store, book, hosting, shared, hops=self.settings.hops)
+        degrees = self._degrees(store, hosting.parts)
+        features = FeatureStore(
+            store,
+            book,
+            hosting.parts,
+            peers,
+            self.pool,
+            _tensor_names(store, degrees),
+            wire_dtype=_WIRE_DTYPES[self.settings.wire_dtype],
+            dtype=self.dtype,
+            extra=degrees,
+        )
+        serve_sampling(structure, peers, self.pool)
+        peers.open()
+        self._opened = Shard(store, peers, structure, features, shared)
         return self._opened
 
     def batches(self, shard: Shard, loader: SeedLoader) -> Iterable[Data | HeteroData]:

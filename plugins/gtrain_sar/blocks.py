@@ -1,8 +1,12 @@
-"""Aggregation block by block: the backward pass recomputes blocks (mode 1), or the autograd graph keeps them (2)."""
+"""Aggregation block by block: the backward pass recomputes blocks (mode 1), or the autograd graph keeps them (2).
+
+Maxima and minima of unchanged source rows are computed by kernels, without materialised messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,11 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gtrain_sar.autograd import random_state, replayed_random
 from gtrain_sar.config import Schedule
-from gtrain_sar.halo import HaloExchange, add_rows, count_needed, push, stream
-from gtrain_sar.point_to_point import PendingExchange
-from gtrain_sar.propagate_call import PropagateCall, message_parameters
+from gtrain_sar.edges import EdgeBlocks
+from gtrain_sar.halo import HaloExchange, PendingExchange, add_rows, count_needed, push, stream
+from gtrain_sar.kernels import extreme_backward, extreme_forward, extreme_state
+from gtrain_sar.propagate_call import PropagateCall, message_parameters, random_state, replayed_random
+
+MessageGradient = Callable[[Tensor, Tensor], Tensor]
+"""Computes the gradient of a block's messages from their targets and the messages."""
 
 
 def aggregate_by_blocks(call: PropagateCall, schedule: Schedule) -> Tensor:
@@ -22,7 +29,7 @@ def aggregate_by_blocks(call: PropagateCall, schedule: Schedule) -> Tensor:
     if schedule.mode == 1:
         return _Recomputed.apply(call, schedule, *call.tensors, *message_parameters(call))
     messages = [call.message(r, tensors) for r, tensors in kept_blocks(call, schedule)]
-    return _Extreme.apply(call, *messages) if call.reduce in ("max", "min") else mean_or_sum(call, messages)
+    return _ExtremeOfMessages.apply(call, *messages) if call.reduce in ("max", "min") else mean_or_sum(call, messages)
 
 
 def kept_blocks(call: PropagateCall, schedule: Schedule) -> Iterator[tuple[int, list[Tensor]]]:
@@ -87,7 +94,7 @@ def mean_or_sum(call: PropagateCall, messages: Sequence[Tensor]) -> Tensor:
 class _RunningExtreme:
     """Running maximum or minimum over blocks, with the number of messages that attain it.
 
-    Ties share the gradient as :func:`gtrain_sar.extremes.extreme` says.
+    Ties share the gradient as :func:`gtrain_sar.blocks.extreme` says.
     """
 
     def __init__(self, call: PropagateCall) -> None:
@@ -133,7 +140,7 @@ def _extreme_gradient(share: Tensor, out: Tensor, targets: Tensor, messages: Ten
     return share.index_select(0, targets) * (messages == out.index_select(0, targets))
 
 
-class _Extreme(torch.autograd.Function):
+class _ExtremeOfMessages(torch.autograd.Function):
     """Maximum or minimum over all blocks' messages, which the graph keeps."""
 
     @staticmethod
@@ -187,10 +194,6 @@ class _Recomputed(torch.autograd.Function):
         with replayed_random(ctx.random):
             replay.run(ctx.schedule, message_gradient)
         return None, None, *replay.gradients
-
-
-MessageGradient = Callable[[Tensor, Tensor], Tensor]
-"""Computes the gradient of a block's messages from their targets and the messages."""
 
 
 class Replay:
@@ -264,3 +267,62 @@ class Replay:
             for i, arrived in zip(self._sent, transfer.wait(), strict=True):
                 self._call.blocks.exchange.add_gradients(r, self._totals[i], arrived)
             self._pending = None
+
+
+def extreme(blocks: EdgeBlocks, x: Tensor, largest: bool, schedule: Schedule) -> Tensor:
+    """Return the largest, or smallest, source value of each target, column by column.
+
+    Ties share the gradient evenly, counted over all blocks. ``scatter_reduce``, the reference, starts from zeros and
+    counts that start as a tie where the extreme is exactly 0, so a zero extreme counts one tie more here as well.
+
+    Args:
+        blocks: the edges.
+        x: the rank's source rows, [num_local, C].
+        largest: maximum, not minimum.
+        schedule: how blocks are fetched; mode 1 fetches them again in the backward pass, others keep them.
+
+    Returns:
+        [num_targets, C]; 0 where a target has no edge.
+    """
+    return _ExtremeOfRows.apply(blocks, largest, schedule, x)
+
+
+class _ExtremeOfRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, blocks: EdgeBlocks, largest: bool, schedule: Schedule, x: Tensor) -> Tensor:  # type: ignore[override]
+        rows = [(blocks.exchange, x.detach())]
+        count_needed(rows, passes=2 if ctx.needs_input_grad[3] else 1)
+        state, kept = extreme_state(blocks.num_targets, x, largest), []
+        for r, (block,) in stream(rows, schedule.window):
+            extreme_forward(blocks.blocks[r].by_target, block, largest, state)
+            if r > 0 and schedule.mode != 1:
+                kept.append(block)
+        out = state.out.masked_fill_((blocks.in_degree == 0).unsqueeze(1), 0.0)
+        ctx.blocks, ctx.schedule = blocks, schedule
+        ctx.save_for_backward(x, out, state.ties.add_(out == 0).clamp_(min=1), *kept)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, out, ties, *kept = ctx.saved_tensors
+        blocks: EdgeBlocks = ctx.blocks
+        exchange, share, dx = blocks.exchange, gradient / ties, torch.zeros_like(x)
+        remote: Iterable[Tensor] = kept
+        if ctx.schedule.mode == 1:
+            remote = (block for r, (block,) in stream([(exchange, x.detach())], ctx.schedule.window) if r > 0)
+        tag, transfers = exchange.group.next_tag(), deque[tuple[int, PendingExchange]]()
+
+        def receive(most: int) -> None:
+            while len(transfers) > most:
+                r, transfer = transfers.popleft()
+                exchange.add_gradients(r, dx, transfer.wait()[0])
+
+        for r, block in enumerate(remote, start=1):
+            gradient_of_block = torch.zeros_like(block)
+            extreme_backward(blocks.blocks[r].by_source, block, out, share, gradient_of_block)
+            transfers.append((r, push([(exchange, gradient_of_block)], r, tag)))
+            receive(1 if ctx.schedule.mode == 1 else exchange.rounds)
+        extreme_backward(blocks.blocks[0].by_source, x, out, share, dx)
+        receive(0)
+        return None, None, None, dx

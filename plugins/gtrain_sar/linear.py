@@ -18,9 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import CompressedEdges, EdgeBlocks
-from gtrain_sar.halo import OwnedRows, RowProducer, add_rows, count_needed, incremental, push, stream
+from gtrain_sar.halo import OwnedRows, PendingExchange, RowProducer, add_rows, count_needed, incremental, push, stream
 from gtrain_sar.kernels import sddmm, spmm
-from gtrain_sar.point_to_point import PendingExchange
 
 
 @dataclass

@@ -26,9 +26,8 @@ from gtrain.strategy.group import Group
 from gtrain.strategy.spread_edges import SpreadEdges
 from gtrain_sar import SERVES, config, unsupported
 from gtrain_sar.halo import HaloExchange
+from gtrain_sar.hetero import Relations, TypedPatcher
 from gtrain_sar.patching import Patcher, load_kernels
-from gtrain_sar.typed.patching import TypedPatcher
-from gtrain_sar.typed.relations import Relations
 
 
 class SarStrategy(GraphStrategy):

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gtrain_sar.typed.patching import TypedPatcher
+from gtrain_sar.typed.relations import Relations
 from sar_conv_program import MODES, Plan
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
@@ -59,8 +61,6 @@ from gtrain.strategy.group import Group, flatten, form_group, unflatten_into
 from gtrain_sar.config import Schedule
 from gtrain_sar.halo import HaloExchange
 from gtrain_sar.patching import Patcher
-from gtrain_sar.typed.patching import TypedPatcher
-from gtrain_sar.typed.relations import Relations
 
 COUNTS = {"a": 31, "b": 17, "c": 2}
 WIDTH = 6

@@ -36,7 +36,7 @@ from gtrain.wire import Client, Message, Server
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.features.cache import expected_visits, fill_cache
 from gtrain_pyg.features.feature_store import FeatureStore, RowCounts
-from gtrain_pyg.ranks.parts import PartBook
+from gtrain_pyg.peers import PartBook
 
 FAN_OUT, SEEDS, FEATURES = (15, 10, 5), 1024, 100
 NAMES: Any = {"node": ("x", "y", "orig_id"), EDGE_TYPE: ("edge_id",)}

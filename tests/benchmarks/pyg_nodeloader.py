@@ -25,12 +25,10 @@ from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import NODE_TYPE
 from gtrain.strategy.group import Group
 from gtrain_pyg.buffers import BufferPool
-from gtrain_pyg.pyg_sampler import ShardSampler
-from gtrain_pyg.ranks.hosting import detect_hosting
-from gtrain_pyg.ranks.parts import PartBook
-from gtrain_pyg.ranks.service import Peers
+from gtrain_pyg.graph_structure import GraphStructure
+from gtrain_pyg.peers import PartBook, Peers, detect_hosting
+from gtrain_pyg.pyg_loaders import ShardSampler
 from gtrain_pyg.sampling.sampler import DistributedSampler
-from gtrain_pyg.structure.hosted import GraphStructure
 
 WARM_UP = 5
 

@@ -13,16 +13,21 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError
 from gtrain.kernels import splitmix as mixing
-from gtrain.model.edge_model import EdgeModel
+from gtrain.model.edge_model import NAMES, EdgeModel
 from gtrain.model.kg.evaluation import GroupRanks
-from gtrain.model.kg.negatives import ChunkDraws, DrawNodes
 from gtrain.model.kg.schema import GraphTypes, make_schema
 from gtrain.model.kg.tables import EntityTables
-from gtrain.model.kg.training import GroupedEdges, NegativeSampling, RelationGroup, Triples, make_loss
+from gtrain.model.kg.training import (
+    ChunkDraws,
+    DrawNodes,
+    GroupedEdges,
+    NegativeSampling,
+    RelationGroup,
+    Triples,
+    make_loss,
+)
 from gtrain.model.kinds import EMBEDDING
-from gtrain.model.mean_loss import log_mean_loss
-from gtrain.model.optimizers import MakeOptimizer
-from gtrain.model.ranking import NAMES
+from gtrain.model.module import MakeOptimizer, log_mean_loss
 from gtrain.nn import Csr
 from gtrain.nn.recipe import EdgeRecipe, ModelRecipe
 from gtrain.protocols import entry

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gtrain.model.edge_model import CHUNK, known_of
 from gtrain.model.kg.scores import EdgeScores
 from gtrain.model.kg.tables import EntityTables
 from gtrain.model.kg.training import RelationGroup, Triples
-from gtrain.model.ranking import CHUNK, known_of
 from gtrain.nn import Csr, select_rows
 
 _TRANSFORMED = 1 << 20

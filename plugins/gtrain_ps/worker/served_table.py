@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from gtrain.errors import DataError
 from gtrain.nn import Csr, RemoteTableStorage, TableSpec
-from gtrain.nn.product import product
+from gtrain.nn.csr import product
 from gtrain.nn.rules import RULES, Rule, Settings
 from gtrain_ps.kernels import rows as kernels
 from gtrain_ps.placement import Placement

@@ -20,7 +20,7 @@ from gtrain.graph.store.manifest import EdgeType
 from gtrain_pyg.features import kernels
 from gtrain_pyg.features.feature_store import FeatureCache, FeatureStore
 from gtrain_pyg.features.tables import arrays_of
-from gtrain_pyg.ranks.parts import Array
+from gtrain_pyg.peers import Array
 
 FanOut = Mapping[EdgeType, tuple[int, ...]]
 ShareArrays = Callable[[Callable[[], dict[str, Array]]], dict[str, Array]]

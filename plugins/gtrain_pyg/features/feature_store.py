@@ -7,7 +7,7 @@ request per batch and owner; while requests are in transit the hosted rows of a 
     pending = [prefetcher.prefetch({"node": ids, EDGE_TYPE: positions}) for ids, positions in batches]
     tensors = pending[0].get()     # {"node": {"x": [n, F], "y": [n]}, EDGE_TYPE: {"edge_id": [e]}}
 
-Nodes are identified by global id, edges by global edge position (:class:`gtrain_pyg.ranks.parts.PartBook`).
+Nodes are identified by global id, edges by global edge position (:class:`gtrain_pyg.peers.PartBook`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,15 @@ from gtrain.graph.store import Store
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.features import kernels
 from gtrain_pyg.features.requests import MAX_SEQUENCE, PendingRequests, RequestHistory, RowRequest
-from gtrain_pyg.features.server import RowServer, fingerprint
-from gtrain_pyg.features.tables import DenseFeatureTable, ExtraTensors, FeatureTable, HostedTensors
-from gtrain_pyg.ranks.parts import Array, NodeOrEdgeType, PartBook
-from gtrain_pyg.ranks.service import Peers
+from gtrain_pyg.features.tables import (
+    DenseFeatureTable,
+    ExtraTensors,
+    FeatureTable,
+    HostedTensors,
+    RowServer,
+    fingerprint,
+)
+from gtrain_pyg.peers import Array, NodeOrEdgeType, PartBook, Peers
 
 EXACT = frozenset({"y"})
 """Node tensors that keep their dtype on the wire, as those with one number per node do."""

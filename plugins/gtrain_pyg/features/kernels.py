@@ -16,7 +16,7 @@ from numba import njit
 
 from gtrain.kernels.memory import copy, count_bits, load32, load64, prefetch
 from gtrain.kernels.random import slot_of
-from gtrain_pyg.ranks.parts import Array
+from gtrain_pyg.peers import Array
 
 SHIFT = 40
 """Bits of a location that are the row."""

@@ -16,10 +16,8 @@ from torch import Tensor
 from gtrain.wire import Message, WireError
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.features import kernels
-from gtrain_pyg.features.server import wire_name
-from gtrain_pyg.features.tables import FeatureTable, addresses, convert
-from gtrain_pyg.ranks.parts import Array, NodeOrEdgeType
-from gtrain_pyg.ranks.service import Peers
+from gtrain_pyg.features.tables import FeatureTable, addresses, convert, wire_name
+from gtrain_pyg.peers import Array, NodeOrEdgeType, Peers
 
 CHUNK_BYTES = 1 << 20
 """Approximate bytes of rows in one frame of a message."""

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from gtrain.kernels.memory import count_bits
-from gtrain_pyg.ranks.parts import Array
+from gtrain_pyg.peers import Array
 
 INT32_LIMIT = int(np.iinfo(np.int32).max)
 _ONE = np.uint64(1)
@@ -119,7 +119,7 @@ def replica_rows(nodes: Array, bits: Array, before: Array, rows: Array) -> int:
 
     Args:
         nodes: int64 ``[f]``, numbers within the part.
-        bits: uint64 ``[words]``, see :class:`gtrain_pyg.structure.replica.ReplicaIndex`.
+        bits: uint64 ``[words]``, see :class:`gtrain_pyg.graph_structure.ReplicaIndex`.
         before: int64 ``[words]``, likewise.
         rows: int64 ``[f]``, written; -1 for nodes that are not in the replica.
     """
@@ -145,7 +145,7 @@ def merge_edges(
 
     Args:
         rows: int64 ``[f]`` of :func:`replica_rows`; the owner chose the edges of nodes with -1.
-        shift: int64, see :class:`gtrain_pyg.structure.replica.EdgeReplica`.
+        shift: int64, see :class:`gtrain_pyg.graph_structure.EdgeReplica`.
         copied: edges chosen in the replica: global ids of sources, local ids of targets, positions in the replica.
         reply: the owner's edges.
         target: int64 ``[f]``, the local id of each frontier node of the part.

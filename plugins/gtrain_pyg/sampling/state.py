@@ -10,9 +10,9 @@ import numpy as np
 from gtrain.graph.sampling import scratch
 from gtrain.graph.sampling.hop import Frontier
 from gtrain_pyg.buffers import BufferPool
-from gtrain_pyg.ranks.parts import Array
+from gtrain_pyg.graph_structure import GraphStructure
+from gtrain_pyg.peers import Array
 from gtrain_pyg.sampling.kernels import group_by_owner
-from gtrain_pyg.structure.hosted import GraphStructure
 
 
 class SamplerState:

@@ -6,15 +6,17 @@ which the backward pass recomputes any coefficient.
 The backward pass runs at the owners of the sources if that takes one set of messages where fetching rows again would
 take two. The gradient of a source row needs the row, which its owner has, and of each target that reads it the gradient
 and three numbers per head. The targets' side is sent: rows once, and one number per head back for the target's logit.
-Rows whose gradients are complete are processed while later messages are in flight.
+Rows whose gradients are complete are processed while later messages are in flight. The rank that owns the targets is
+the *reader*; the owner of the sources knows the reader's edges, which are exchanged once.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +25,24 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import leaky_relu
 
 from gtrain.nn.dropout import Mask
-from gtrain_sar.attention.readers import ReaderEdges, reader_plan
 from gtrain_sar.config import Schedule
-from gtrain_sar.edges import EdgeBlocks
-from gtrain_sar.halo import OwnedRows, RowProducer, add_rows, count_needed, gather, incremental, push, stream
+from gtrain_sar.edges import CompressedEdges, EdgeBlocks, compress
+from gtrain_sar.halo import (
+    HaloExchange,
+    OwnedRows,
+    Packet,
+    PendingExchange,
+    RowProducer,
+    add_rows,
+    count_needed,
+    gather,
+    incremental,
+    peers,
+    push,
+    send_backward,
+    stream,
+    uncounted,
+)
 from gtrain_sar.kernels import (
     AttentionGradients,
     AttentionInputs,
@@ -36,7 +52,9 @@ from gtrain_sar.kernels import (
     attention_finish,
     attention_forward,
 )
-from gtrain_sar.point_to_point import Packet, PendingExchange, peers
+
+MOST_ROWS = 1 << 12  # of a message, which is in memory twice: as it is sent and as it is received
+LEAST_ROWS = 1 << 9  # the last messages are small, so that little work remains after their arrival
 
 _CHUNK = 1 << 13  # rows of a product that are in memory at once
 RowDots = Callable[[Tensor, int, int], None]
@@ -46,6 +64,130 @@ CompleteRows = Callable[["AttentionBackward", Tensor | None], None]
 _SPREAD = 60.0  # exp(2 * _SPREAD) would overflow float32
 _AHEAD = 8  # messages in flight beside the one that is processed; answers are sent between them
 _AHEAD_IN_MODE_1 = 4  # for each block of ``strategy.prefetch``
+
+
+@dataclass
+class ReaderEdges:
+    """One message in each direction: the rows that this rank sends as a reader, and the edges it serves as an owner.
+
+    Attributes:
+        round: number of the exchange's round, which determines both peers.
+        piece: number of the message within its round; each number has a tag of its own.
+        targets: int64 [T], ascending, distinct local targets: the rows that this rank sends to the owner of its
+            sources.
+        edges: the reader's edges, by this rank's local sources; columns are positions among the rows that it sends.
+        num_targets: rows that the reader sends.
+    """
+
+    round: int
+    piece: int
+    targets: Tensor
+    edges: CompressedEdges
+    num_targets: int
+
+
+@dataclass
+class ReaderPlan:
+    """All messages of a backward pass in order, and the traffic that they cause.
+
+    Attributes:
+        messages: this rank's messages; :func:`piece_sizes` divides the rows of a round.
+        pieces: the largest number of messages of a round, over all ranks.
+        over_halo: rows that all ranks send, divided by the rows of all halos.
+        num_local: rows that this rank owns.
+    """
+
+    messages: list[ReaderEdges]
+    pieces: int
+    over_halo: float
+    num_local: int
+    _finished: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def saves_traffic(self, mode: int) -> bool:
+        """Whether this plan sends no more rows than the ordinary backward pass."""
+        # The ordinary pass sends each halo row's gradient to its owner, and in mode 1 fetches the halo rows again.
+        return self.over_halo <= (2 if mode == 1 else 1)
+
+    def rows_by_completion(self, lag: int) -> list[Tensor]:
+        """Group the local rows by the step after which their gradients are complete.
+
+        Args:
+            lag: the reply to message k has arrived once message k + lag is processed, or at the end.
+
+        Returns:
+            Local rows, int64: those complete before message 0 is processed, then after each message, then at the end.
+        """
+        if lag not in self._finished:
+            count = len(self.messages)
+            complete = torch.zeros(self.num_local, dtype=torch.int64)
+            answered = torch.zeros_like(complete)
+            # A row gets gradients as a source (when the last message with its edges is processed) and as a target (when
+            # the reply to the last message with its row has arrived): the later of the two.
+            for k, message in enumerate(self.messages):
+                complete[message.edges.rows.cpu()] = k + 1
+                answered[message.targets.cpu()] = min(k + lag, count) + 1
+            steps = torch.maximum(complete, answered)
+            device = self.messages[0].targets.device if count else steps.device
+            order, each = steps.argsort(stable=True).to(device), torch.bincount(steps, minlength=count + 2)
+            self._finished[lag] = list(order.split(each.tolist()))
+        return self._finished[lag]
+
+
+def reader_plan(blocks: EdgeBlocks) -> ReaderPlan:
+    """Return the plan for a set of edges; the first call exchanges the edges, uncounted."""
+    return blocks.derived("reader_plan", lambda: _exchange_edges(blocks))
+
+
+def piece_sizes(rows: int) -> list[int]:
+    """Divide a round's rows into messages: as large as allowed, and smaller and smaller towards the end."""
+    counts = []
+    while rows > 0:
+        counts.append(min(rows, MOST_ROWS, max(LEAST_ROWS, rows // 4)))
+        rows -= counts[-1]
+    return counts
+
+
+def _exchange_edges(blocks: EdgeBlocks) -> ReaderPlan:
+    """Send each owner the edges that read its rows, and receive the edges that read this rank's rows."""
+    exchange, hashed = blocks.exchange, blocks.hashed
+    group, tag = exchange.group, exchange.group.next_tag()
+    targets = [block.by_target.rows for block in hashed]
+    messages: list[ReaderEdges] = []
+    with uncounted(group):
+        lengths = torch.tensor([[len(b), len(t)] for b, t in zip(hashed, targets, strict=True)], dtype=torch.int64)
+        all_lengths = group.all_gather(lengths)  # of each rank [rounds, 2]: edges, targets
+        for r in range(1, exchange.rounds):
+            num_edges, num_targets = all_lengths[peers(group, r)[0]][r].tolist()
+            incoming = targets[r].new_empty((3, num_edges), dtype=torch.int32)
+            send_backward(group, r, _description(hashed[r].by_source, targets[r]), incoming, tag).wait()
+            source, target, edge = incoming.long()
+            reader_edges = exchange.send_rows[r][source], target, edge
+            messages += _split(r, targets[r], num_targets, reader_edges, exchange)
+        halo = int(group.all_reduce(torch.tensor([sum(exchange.reads)], dtype=torch.int64)))
+    sent = torch.stack(all_lengths)[:, 1:, 1]
+    pieces = max((len(piece_sizes(rows)) for rows in sent.flatten().tolist()), default=0)
+    return ReaderPlan(messages, pieces, int(sent.sum()) / max(halo, 1), exchange.shard.num_local)
+
+
+def _split(
+    r: int, targets: Tensor, num_targets: int, edges: tuple[Tensor, Tensor, Tensor], exchange: HaloExchange
+) -> Iterator[ReaderEdges]:
+    """Yield one round's messages; ``edges`` are local source, position of the reader's target, and id."""
+    source, target, edge_id = edges
+    low = first = 0
+    sizes = zip_longest(piece_sizes(len(targets)), piece_sizes(num_targets), fillvalue=0)
+    for piece, (sent, received) in enumerate(sizes):
+        inside = (target >= first) & (target < first + received)
+        selected = compress(source[inside], target[inside] - first, edge_id[inside], exchange.shard.num_local)
+        yield ReaderEdges(r, piece, targets[low : low + sent], selected, received)
+        low, first = low + sent, first + received
+
+
+def _description(edges: CompressedEdges, targets: Tensor) -> Tensor:
+    """Return the row in the block, the position of the target and the id of each edge, int32 [3, E_b]."""
+    source = torch.repeat_interleave(edges.rows, edges.ptr.diff())
+    target = torch.searchsorted(targets, edges.columns.long())
+    return torch.stack([source.int(), target.int(), edges.edges])
 
 
 class AttentionSettings(NamedTuple):

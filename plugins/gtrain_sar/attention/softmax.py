@@ -19,12 +19,18 @@ from torch.autograd.function import once_differentiable
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.utils import softmax as pyg_softmax
 
-from gtrain_sar.autograd import random_state, replayed_random
 from gtrain_sar.blocks import Replay, kept_blocks, mean_or_sum
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import EdgeBlock
 from gtrain_sar.halo import add_rows, count_needed, stream
-from gtrain_sar.propagate_call import PropagateCall, message_parameters, probe_inputs, probing
+from gtrain_sar.propagate_call import (
+    PropagateCall,
+    message_parameters,
+    probe_inputs,
+    probing,
+    random_state,
+    replayed_random,
+)
 
 
 def calls_softmax(conv: MessagePassing, method: str) -> bool:

@@ -13,8 +13,6 @@ from gtrain_sar.kernels.attention import (
     attention_state,
     load_attention,
 )
-from gtrain_sar.kernels.extreme import extreme_backward, extreme_forward, extreme_state
-from gtrain_sar.kernels.linear import load_sums, sddmm, spmm
 from gtrain_sar.kernels.plain import (
     AttentionGradients,
     AttentionInputs,
@@ -22,6 +20,7 @@ from gtrain_sar.kernels.plain import (
     ExtremeState,
     TargetGradients,
 )
+from gtrain_sar.kernels.sums import extreme_backward, extreme_forward, extreme_state, load_sums, sddmm, spmm
 
 __all__ = [
     "AttentionGradients",

@@ -35,9 +35,8 @@ from gtrain.kernels.random import GOLDEN, mix
 from gtrain.nn.dropout import NO_DROPOUT
 from gtrain_sar.edges import CompressedEdges
 from gtrain_sar.kernels import plain
-from gtrain_sar.kernels.lanes import data
 from gtrain_sar.kernels.plain import AttentionGradients, AttentionInputs, AttentionState, TargetGradients
-from gtrain_sar.kernels.rows import add_scaled, dot_and_add_scaled, prefetch_row, scale_by
+from gtrain_sar.kernels.rows import add_scaled, data, dot_and_add_scaled, prefetch_row, scale_by
 from gtrain_sar.kernels.threads import as_numpy, row_ranges, run_in_threads, run_over_rows, runs_compiled
 
 _GROUP = 256  # edges whose exponentials are computed in one go
@@ -119,7 +118,7 @@ def attention_backward(
 
 
 def load_attention(edge: CompressedEdges, dtype: torch.dtype) -> None:
-    """Compile both passes for one dtype, or load them from the cache; see :func:`.linear.load_sums`."""
+    """Compile both passes for one dtype, or load them from the cache; see :func:`.sums.load_sums`."""
     rows, logits = torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
     inputs, state = AttentionInputs(rows, logits, logits, 0.2, NO_DROPOUT), attention_state(1, rows)
     attention_forward(edge, inputs, state)

@@ -110,7 +110,7 @@ def _chunks(block: CompressedEdges, x: Tensor) -> Iterator[Chunk]:
 
 
 def spmm(block: CompressedEdges, x: Tensor, out: Tensor, weight: Tensor | None) -> None:
-    """See :func:`.linear.spmm`."""
+    """See :func:`.sums.spmm`."""
     for chunk in _chunks(block, x):
         messages = x.index_select(0, chunk.columns)
         if weight is not None:
@@ -119,7 +119,7 @@ def spmm(block: CompressedEdges, x: Tensor, out: Tensor, weight: Tensor | None) 
 
 
 def sddmm(block: CompressedEdges, a: Tensor, b: Tensor, out: Tensor) -> None:
-    """See :func:`.linear.sddmm`."""
+    """See :func:`.sums.sddmm`."""
     for chunk in _chunks(block, a):
         product = (a.index_select(0, chunk.rows) * b.index_select(0, chunk.columns)).sum(-1)
         out.index_copy_(0, chunk.edges.long(), product.to(out.dtype))
@@ -176,7 +176,7 @@ def attention_backward(
 
 
 def extreme_forward(block: CompressedEdges, x: Tensor, largest: bool, state: ExtremeState) -> None:
-    """See :func:`.extreme.extreme_forward`. One pass finds the new extremes, the next counts."""
+    """See :func:`.sums.extreme_forward`. One pass finds the new extremes, the next counts."""
     new = state.out.clone()
     for chunk in _chunks(block, x):
         messages = x.index_select(0, chunk.columns)
@@ -189,7 +189,7 @@ def extreme_forward(block: CompressedEdges, x: Tensor, largest: bool, state: Ext
 
 
 def extreme_backward(block: CompressedEdges, x: Tensor, out: Tensor, share: Tensor, dx: Tensor) -> None:
-    """See :func:`.extreme.extreme_backward`."""
+    """See :func:`.sums.extreme_backward`."""
     for chunk in _chunks(block, x):
         attained = x.index_select(0, chunk.rows) == out.index_select(0, chunk.columns)
         dx.index_add_(0, chunk.rows, share.index_select(0, chunk.columns) * attained)

@@ -20,8 +20,7 @@ from gtrain.data.sources.kg import KGData
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.store.entities import entity_types, feature_kind
 from gtrain.model.kg.embedding import KGEmbedding
-from gtrain.model.kg.negatives import ChunkDraws
-from gtrain.model.kg.training import Triples
+from gtrain.model.kg.training import ChunkDraws, Triples
 from gtrain.nn import Csr
 
 RELATIONS = [{"name": "lives", "lhs": "person", "rhs": "place"}, {"name": "knows", "lhs": "person", "rhs": "person"}]

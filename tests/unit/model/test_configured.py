@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.nn import Parameter
 
-from gtrain.model.optimizers import optimizer_of
+from gtrain.model.module import optimizer_of
 from gtrain.run.build import make, optional
 
 CONFIGURED = optional({"_target_": "torch.optim.Adam", "lr": 0.02}, "model.optimizer")

@@ -14,10 +14,10 @@ from torch_geometric.nn import GCN
 
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError, DataError
+from gtrain.model.classification import NodeClassifier
 from gtrain.model.decoders import DECODERS, make_decoder
+from gtrain.model.edge_model import Ranking, ranks
 from gtrain.model.link_predictor import LinkPredictor
-from gtrain.model.node_classifier import NodeClassifier
-from gtrain.model.ranking import Ranking, ranks
 from gtrain.run import build
 
 SHARED = {"hidden_channels": 8, "num_layers": 2, "dropout": 0.0}
@@ -162,7 +162,7 @@ def test_ranks_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> N
     answer, known = torch.randint(0, 20, (50,), generator=generator), torch.randint(0, 20, (150,), generator=generator)
     pointer = torch.arange(0, 151, 3)
     whole = ranks(lambda rows: scores[rows], answer, pointer, known, 20)
-    monkeypatch.setattr("gtrain.model.ranking.CHUNK", 70)
+    monkeypatch.setattr("gtrain.model.edge_model.CHUNK", 70)
     assert torch.equal(ranks(lambda rows: scores[rows], answer, pointer, known, 20), whole)
 
 

@@ -21,10 +21,8 @@ from gtrain import backends
 from gtrain.errors import ConfigError
 from gtrain.model.kg import training as kg_training
 from gtrain.model.kg.embedding import KGEmbedding
-from gtrain.model.kg.negatives import ChunkDraws, by_relation, in_order
-from gtrain.model.kg.operators import OPERATORS, make_operator
-from gtrain.model.kg.scores import COMPARATORS, make_comparator
-from gtrain.model.kg.training import LOSSES
+from gtrain.model.kg.scores import COMPARATORS, OPERATORS, make_comparator, make_operator
+from gtrain.model.kg.training import LOSSES, ChunkDraws, by_relation, in_order
 from gtrain.model.kinds import EMBEDDING, SPARSE, kind
 from gtrain.nn import JointOptimizer, RowwiseAdagrad
 

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
 
-from gtrain.model.mean_loss import MeanLoss, log_mean_loss
+from gtrain.model.module import MeanLoss, log_mean_loss
 from gtrain.run.build import NoProfiler, make_trainer
 
 

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from gtrain.errors import ConfigError, DataError
-from gtrain.model.classification import default_score
+from gtrain.model.classification import NodeClassifier, default_score
 from gtrain.model.kinds import kind
 from gtrain.model.metrics import classification_metrics, update
 from gtrain.model.networks import gat, gcn, mlp, sage
-from gtrain.model.node_classifier import NodeClassifier
 
 
 class Scores(nn.Module):

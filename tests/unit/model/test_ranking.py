@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gtrain.model import ranking
-from gtrain.model.ranking import Ranking, ranks
+from gtrain.model import edge_model as ranking
+from gtrain.model.edge_model import Ranking, ranks
 
 
 def by_hand(scores: Tensor, answer: Tensor, known: list[list[int]]) -> list[float]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from gtrain.errors import ConfigError
+from gtrain.model.classification import SparseClassifier
 from gtrain.model.kinds import kind
-from gtrain.model.sparse_classifier import SparseClassifier
 from gtrain.nn import JointOptimizer, LazyAdam, RowwiseAdagrad
 
 

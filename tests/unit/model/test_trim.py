@@ -1,4 +1,4 @@
-"""gtrain.model.trim and gtrain.nn.depth: layers of a sampled batch leave out what the seeds no longer need."""
+"""gtrain.model.inputs and gtrain.nn.depth: layers of a sampled batch leave out what the seeds no longer need."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from torch_geometric.nn import (
 from torch_geometric.nn.models import GAT, GCN, GIN, PNA, EdgeCNN, GraphSAGE
 
 from gtrain.graph.sampling import Columns, HeteroNeighborSampler, NeighborSampler
+from gtrain.model.classification import NodeClassifier
 from gtrain.model.encoder import NodeEncoder
-from gtrain.model.node_classifier import NodeClassifier
 from gtrain.model.relational import HGT, RGCN, HeteroSAGE
 from gtrain.nn.depth import HopMeter, hop_bounds
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gtrain.errors import ConfigError, DataError
 from gtrain.nn import Csr, Embedding, EmbeddingBag, SparseLinear, as_csr, select_rows, tables
-from gtrain.nn.product import coalesce, product
+from gtrain.nn.csr import coalesce, product
 from gtrain.nn.table import INIT_ROWS, TableSpec
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gtrain.nn.table
 from gtrain.data.planted.sparse import PlantedSparseData
 from gtrain.errors import ConfigError
-from gtrain.model.sparse_classifier import SparseClassifier
+from gtrain.model.classification import SparseClassifier
 from gtrain.nn import (
     SGD,
     Adagrad,
@@ -32,7 +32,7 @@ from gtrain.nn import (
     deferred,
     tables,
 )
-from gtrain.nn.product import product, transposed
+from gtrain.nn.csr import product, transposed
 from gtrain.nn.rules import Rule, Settings, update
 from gtrain_single.strategy import SingleStrategy
 

@@ -14,8 +14,7 @@ from helpers import some_slow
 from torch import Tensor
 
 from gtrain.model.kg.embedding import KGEmbedding
-from gtrain.model.kg.negatives import DrawNodes
-from gtrain.model.kg.training import Triples
+from gtrain.model.kg.training import DrawNodes, Triples
 from gtrain.nn import SGD, Adagrad, RowwiseAdagrad
 from gtrain_pbg.kernels.rounding import SPAN, equalize_scales, round_rows, write_row_quantized
 from gtrain_pbg.kernels.tiles import has_words, multiply, padded

@@ -10,8 +10,7 @@ import torch
 
 from gtrain.data.planted.kg import PlantedKGData
 from gtrain.model.kg.embedding import KGEmbedding
-from gtrain.model.kg.negatives import DrawNodes
-from gtrain.model.kg.training import Triples
+from gtrain.model.kg.training import DrawNodes, Triples
 from gtrain.nn import Adagrad, Csr, RowwiseAdagrad, TableSpec
 from gtrain_pbg.edges import EdgeList, RelationGroups, batches_of, filled
 from gtrain_pbg.step.layout import EdgeBatch, PartitionRows

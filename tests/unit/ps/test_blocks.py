@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gtrain.errors import ConfigError, DataError
 from gtrain.nn import Csr, TableSpec
-from gtrain.nn.product import product, transposed
+from gtrain.nn.csr import product, transposed
 from gtrain.nn.rules import RULES, update
 from gtrain_ps.kernels import widths
 from gtrain_ps.kernels.progress import DONE, STEP

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import LIMIT
 
-from gtrain_pyg.pipeline import pipelined
+from gtrain_pyg.loader import pipelined
 from gtrain_pyg.seeds import global_shares, local_shares, num_steps
 
 

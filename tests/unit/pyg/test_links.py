@@ -1,4 +1,4 @@
-"""gtrain_pyg.links: what batches of edges are grown from."""
+"""gtrain_pyg.seeds: what batches of edges are grown from."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch_geometric.data import Data
 from gtrain.data.batches.part_edges import PartEdges
 from gtrain.graph.store.manifest import EDGE_TYPE
 from gtrain.graph.store.writer import write_store
-from gtrain_pyg.links import LinkSeeds
-from gtrain_pyg.seeds import Step
+from gtrain_pyg.seeds import LinkSeeds, Step
 
 
 @pytest.mark.parametrize("timed", [True, False])

@@ -1,4 +1,4 @@
-"""gtrain_pyg.norm and gtrain_pyg.structure.degrees: sampled subgraphs are normalised by the whole graph's degrees."""
+"""gtrain_pyg.norm and gtrain_pyg.norm: sampled subgraphs are normalised by the whole graph's degrees."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ from gtrain.graph.sampling import Columns, NeighborSampler
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.shard.whole import whole_edges, whole_indptr
 from gtrain.graph.store import Store
-from gtrain.model.node_classifier import NodeClassifier
+from gtrain.model.classification import NodeClassifier
 from gtrain.nn.depth import conv_hops
-from gtrain_pyg.norm import SampledGcnNorm
-from gtrain_pyg.structure import degrees
-from gtrain_pyg.structure.degrees import Degrees, degree_rows
+from gtrain_pyg import norm as degrees
+from gtrain_pyg.norm import Degrees, SampledGcnNorm, degree_rows
 
 SIZE, EDGES, WIDTH = 300, 1200, 4
 SEEDS = [3, 50, 4, 299, 17]

@@ -440,7 +440,7 @@ def _want(names: list[str], dtypes: list[str]) -> dict[str, Any]:
 
 
 def _store_of(ranks: Ranks) -> int:
-    from gtrain_pyg.features.server import fingerprint
+    from gtrain_pyg.features.tables import fingerprint
 
     return fingerprint(ranks.store)
 

@@ -22,7 +22,7 @@ from gtrain.graph.sampling import Columns, HeteroNeighborSampler, NeighborSample
 from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import EDGE_TYPE
 from gtrain.graph.store.writer import write_store
-from gtrain_pyg.stores import ShardFeatureStore, ShardGraphStore
+from gtrain_pyg.pyg_loaders import ShardFeatureStore, ShardGraphStore
 
 
 def columns(store: Store, kind: Any) -> Columns:

@@ -21,7 +21,7 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
 from gtrain.graph.store.writer import write_store
-from gtrain_pyg.ranks.parts import PartBook
+from gtrain_pyg.peers import PartBook
 
 BATCHES = 800
 SIGNIFICANCE = 1e-3  # seeds are fixed, so a test that passes always passes

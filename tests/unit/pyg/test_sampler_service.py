@@ -20,10 +20,8 @@ from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
 from gtrain.strategy.counters import Counters
 from gtrain.wire import DeadlineError, Message, RemoteError
-from gtrain_pyg.ranks.hosting import detect_hosting
-from gtrain_pyg.ranks.parts import PartBook
-from gtrain_pyg.ranks.service import Peers
-from gtrain_pyg.sampling.remote import read_replies
+from gtrain_pyg.peers import PartBook, Peers, detect_hosting
+from gtrain_pyg.sampling.hop import read_replies
 
 SOON = 0.3  # seconds, of a deadline that is to pass
 
@@ -174,16 +172,6 @@ def test_an_owner_that_has_gone_is_named_and_connections_close_all_the_same(tmp_
             job[0].peers.request(1, "sample")
 
 
-def test_a_request_waits_for_a_handler_that_is_added_later(tmp_path: Path) -> None:
-    with job_of(split(tmp_path)) as job:
-        early = job[0].peers.request(1, "later", {"value": 3})
-        job[0].peers.wait(job[0].peers.request(1, "sample", *request(job[0])))  # the server has seen the first one
-        assert not early.done()
-        job[1].peers.handle("later", lambda message: Message({"twice": 2 * message.fields["value"]}))
-        assert job[0].peers.wait(early).fields == {"twice": 6}
-        assert job[0].peers.request(1, "later", {"value": 4}).result(LIMIT).fields == {"twice": 8}
-
-
 def request(rank: Rank, sizes: list[int] | None = None, node: int = 0) -> tuple[dict[str, Any], list[torch.Tensor]]:
     needs = dict.fromkeys(("temporal", "weight", "node_time", "edge_time")) | {"replace": False}
     fields = {"needs": needs, "key": "ff", "hop": 0, "counts": [2], "sizes": sizes or [1]}
@@ -254,11 +242,6 @@ def test_the_owner_of_a_negative_weight_says_so(tmp_path: Path) -> None:
     owner = next(part for part in range(2) if 17 in store.edge("edge_id", part))
     with job_of(store) as job, pytest.raises(DataError, match="weight of edge .* is -0.5"):
         samplers([job[owner]], SamplingOptions(num_neighbors=(2,), weight="edge_weight"))
-
-
-def test_parts_for_another_number_of_ranks(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="The store has 2 parts, and the job has 3 ranks"):
-        PartBook.of(split(tmp_path)).check_world(3)
 
 
 def test_times_by_which_columns_are_not_sorted_serve_as_well(tmp_path: Path) -> None:

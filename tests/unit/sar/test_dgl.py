@@ -373,7 +373,7 @@ def test_functions_of_more_than_one_edge_are_run_at_once(what: str, monkeypatch:
     net = Caught(what).double()
     reference = copy.deepcopy(net)
     ran: list[str] = []
-    monkeypatch.setattr("gtrain_sar.dgl.functions.aggregate_by_blocks", _noted(ran, "gtrain_sar.dgl.functions"))
+    monkeypatch.setattr("gtrain_sar.dgl.edge_values.aggregate_by_blocks", _noted(ran, "gtrain_sar.dgl.edge_values"))
     a, b, engine = X.clone().requires_grad_(), X.clone().requires_grad_(), patcher()
     engine.install(net)
     out, expected = net(a), reference(b)

@@ -21,10 +21,8 @@ from gtrain.graph.store import Store
 from gtrain.strategy.group import Group
 from gtrain_sar import unsupported
 from gtrain_sar.config import Schedule
+from gtrain_sar.hetero import LayerCall, MultipleHopsError, NodeArgument, Relations, TypedPatcher, suspend_at_propagate
 from gtrain_sar.strategy import check_parts_agree
-from gtrain_sar.typed.layer import LayerCall, MultipleHopsError, NodeArgument, suspend_at_propagate
-from gtrain_sar.typed.patching import TypedPatcher
-from gtrain_sar.typed.relations import Relations
 
 METADATA = (["author", "paper"], [WRITES, CITES])
 

@@ -20,7 +20,7 @@ from gtrain.nn.dropout import NO_DROPOUT, Mask
 from gtrain_sar import kernels
 from gtrain_sar.edges import CompressedEdges, compress
 from gtrain_sar.kernels import AttentionGradients, AttentionInputs, TargetGradients, plain, threads
-from gtrain_sar.kernels.lanes import data
+from gtrain_sar.kernels.rows import data
 
 SOURCES, TARGETS, EDGES, SLOPE = 23, 17, 160, 0.2
 SHAPES = [(1, 1), (1, 16), (4, 64), (3, 7), (2, 37), (1, 33), (5, 8)]

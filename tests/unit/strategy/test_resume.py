@@ -17,10 +17,10 @@ from torch import nn
 from gtrain.callbacks.checkpoint import RunCheckpoint
 from gtrain.callbacks.recorder import RunRecorder
 from gtrain.data.planted import PlantedData
+from gtrain.model.classification import NodeClassifier
 from gtrain.model.decoders import make_decoder
 from gtrain.model.link_predictor import LinkPredictor
 from gtrain.model.networks import sage
-from gtrain.model.node_classifier import NodeClassifier
 from gtrain.run.runs import how_to_resume
 from gtrain_single.strategy import SingleStrategy
 

@@ -1,1 +1,0 @@
-"""Who owns what, who shares a machine, and the ranks as each other's servers."""

@@ -1,0 +1,185 @@
+"""Reductions over a block of edges: weighted sums of source rows (SpMM), the weights' gradient (SDDMM), and extremes.
+
+Maxima and minima run over several blocks, with the number of messages that attain them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from numba import njit
+from torch import Tensor
+
+from gtrain.kernels.options import inlined
+from gtrain_sar.edges import CompressedEdges
+from gtrain_sar.kernels import plain
+from gtrain_sar.kernels.plain import ExtremeState
+from gtrain_sar.kernels.rows import add, add_scaled, data, dot, prefetch_row
+from gtrain_sar.kernels.threads import run_over_rows, runs_compiled
+
+
+def spmm(block: CompressedEdges, x: Tensor, out: Tensor, weight: Tensor | None = None) -> None:
+    """Add ``weight[edge] * x[column]`` of each edge to the row of ``out``.
+
+    Args:
+        block: E_b edges by row.
+        x: ``[S, H, C]``, rows that the block's columns name.
+        out: ``[T, H, C]``, added to in place.
+        weight: ``[E, H]``, at the positions that ``block.edges`` names; None: 1.
+    """
+    if runs_compiled([x, weight], [out]):
+        run_over_rows(block, _spmm, x, out, weight)
+    else:
+        plain.spmm(block, x, out, weight)
+
+
+def sddmm(block: CompressedEdges, a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Set each edge's row of ``out`` to the inner product ``<a[row], b[column]>``, head by head.
+
+    Args:
+        block: E_b edges by row.
+        a: ``[R, H, C]``, rows that the block's rows name.
+        b: ``[K, H, C]``, rows that its columns name.
+        out: ``[E, H]``, set at the positions that ``block.edges`` names.
+    """
+    if runs_compiled([a, b], [out]):
+        run_over_rows(block, _sddmm, a, b, out)
+    else:
+        plain.sddmm(block, a, b, out)
+
+
+def load_sums(edge: CompressedEdges, dtype: torch.dtype) -> None:
+    """Compile the sparse product for one dtype, or load it from the cache.
+
+    Args:
+        edge: a block of one edge, from row 0 to column 0.
+        dtype: of the rows.
+    """
+    rows = torch.zeros(1, 1, 1, dtype=dtype)
+    spmm(edge, rows, torch.zeros_like(rows))
+    spmm(edge, rows, torch.zeros_like(rows), torch.zeros(1, 1, dtype=dtype))
+
+
+@njit(cache=True, nogil=True)
+def _spmm(block: Any, x: Any, out: Any, weight: Any, first: int, last: int) -> None:
+    """Rows ``first .. last-1`` of :func:`spmm`: ``out[i, h] += sum over edges j -> i of weight[e, h] * x[j, h]``."""
+    rows, ptr = block.rows, block.ptr
+    heads, channels = x.shape[1], x.shape[2]
+    width, end = heads * channels, ptr[last]
+    source, total, column, position = data(x), data(out), data(block.columns), data(block.edges)
+    for k in range(first, last):
+        to = rows[k] * width
+        for e in range(ptr[k], ptr[k + 1]):
+            prefetch_row(source, column, e, end, width)
+            start = column[e] * width
+            if weight is None:
+                add(total, to, source, start, width)
+            else:
+                prefetch_row(data(weight), position, e, end, heads)
+                for h in range(heads):
+                    c = h * channels
+                    add_scaled(total, to + c, source, start + c, weight[position[e], h], channels)
+
+
+@njit(cache=True, nogil=True)
+def _sddmm(block: Any, a: Any, b: Any, out: Any, first: int, last: int) -> None:
+    """Rows ``first .. last-1`` of :func:`sddmm`: ``out[e, h] = <a[i, h], b[j, h]>``."""
+    rows, ptr = block.rows, block.ptr
+    heads, channels = a.shape[1], a.shape[2]
+    width, end = heads * channels, ptr[last]
+    left, right, result = data(a), data(b), data(out)
+    column, position = data(block.columns), data(block.edges)
+    for k in range(first, last):
+        start = rows[k] * width
+        for e in range(ptr[k], ptr[k + 1]):
+            prefetch_row(right, column, e, end, width)
+            prefetch_row(result, position, e, end, heads)
+            other, to = column[e] * width, position[e] * heads
+            for h in range(heads):
+                result[to + h] = dot(left, start + h * channels, right, other + h * channels, channels)
+
+
+def extreme_state(num_targets: int, x: Tensor, largest: bool) -> ExtremeState:
+    """Return the state before the first block, for sources like ``x`` ``[S, C]``."""
+    shape = (num_targets, *x.shape[1:])
+    return ExtremeState(x.new_full(shape, float("-inf") if largest else float("inf")), x.new_zeros(shape))
+
+
+def extreme_forward(block: CompressedEdges, x: Tensor, largest: bool, state: ExtremeState) -> None:
+    """Merge a block into ``state``.
+
+    Args:
+        block: edges by target.
+        x: ``[S, C]``, source rows.
+        largest: maximum, not minimum.
+        state: changed in place.
+    """
+    if runs_compiled([x], state):
+        run_over_rows(block, _extreme_forward, x, largest, state)
+    else:
+        plain.extreme_forward(block, x, largest, state)
+
+
+def extreme_backward(block: CompressedEdges, x: Tensor, out: Tensor, share: Tensor, dx: Tensor) -> None:
+    """Add ``share[target]`` to the gradient of each message that equals ``out[target]``.
+
+    Args:
+        block: edges by source.
+        x: ``[S, C]``, source rows.
+        out: ``[T, C]``, the extremes over all blocks.
+        share: ``[T, C]``, the gradient divided by the number of messages that attain the extreme.
+        dx: ``[S, C]``, added to in place.
+    """
+    if runs_compiled([x, out, share], [dx]):
+        run_over_rows(block, _extreme_backward, x, out, share, dx)
+    else:
+        plain.extreme_backward(block, x, out, share, dx)
+
+
+@inlined()
+def _merge(out: Any, ties: Any, to: int, x: Any, start: int, largest: bool, count: int) -> None:
+    """Merge one message; a NaN replaces the extreme and remains."""
+    for c in range(count):
+        new, old, attained = x[start + c], out[to + c], ties[to + c]
+        better = (new > old if largest else new < old) or new != new
+        out[to + c] = new if better else old
+        ties[to + c] = 1 if better else (attained + 1 if new == old else attained)
+
+
+@njit(cache=True, nogil=True)
+def _extreme_forward(block: Any, x: Any, largest: bool, state: Any, first: int, last: int) -> None:
+    """Rows ``first .. last-1`` of :func:`extreme_forward`."""
+    rows, ptr = block.rows, block.ptr
+    width, end = x.shape[1], ptr[last]
+    source, column, best, count = data(x), data(block.columns), data(state.out), data(state.ties)
+    for k in range(first, last):
+        to = rows[k] * width
+        for e in range(ptr[k], ptr[k + 1]):
+            prefetch_row(source, column, e, end, width)
+            # a constant in each call: the comparison inside the loop vectorises
+            if largest:
+                _merge(best, count, to, source, column[e] * width, True, width)
+            else:
+                _merge(best, count, to, source, column[e] * width, False, width)
+
+
+@inlined()
+def _add_where_equal(dx: Any, x: Any, at: int, out: Any, share: Any, start: int, count: int) -> None:
+    for c in range(count):
+        old = dx[at + c]
+        dx[at + c] = old + share[start + c] if x[at + c] == out[start + c] else old
+
+
+@njit(cache=True, nogil=True)
+def _extreme_backward(block: Any, x: Any, out: Any, share: Any, dx: Any, first: int, last: int) -> None:
+    """Rows ``first .. last-1`` of :func:`extreme_backward`: ``dx[j] += share[i]`` where ``x[j] == out[i]``."""
+    rows, ptr = block.rows, block.ptr
+    width, end = x.shape[1], ptr[last]
+    source, column, best, part, total = data(x), data(block.columns), data(out), data(share), data(dx)
+    for k in range(first, last):
+        at = rows[k] * width
+        for e in range(ptr[k], ptr[k + 1]):
+            prefetch_row(best, column, e, end, width)
+            prefetch_row(part, column, e, end, width)
+            _add_where_equal(total, source, at, best, part, column[e] * width, width)

@@ -1,1 +1,0 @@
-"""Graphs with types of nodes and edges."""
