@@ -56,7 +56,7 @@ class DglNetwork(nn.Module):
             raise ConfigError(f"model.norm={norm} was set.", hint=f"the norms are {', '.join(_NORMS)}.")
         self.graph = DglGraph(self_loops)
         self.convs = nn.ModuleList(convs)
-        self.norms = nn.ModuleList(_norm(norm or "none", hidden_channels) for _ in convs[1:])
+        self.norms = nn.ModuleList(_NORMS[norm or "none"](hidden_channels) for _ in convs[1:])
         self.act = activation_resolver(act)
         self.dropout, self.input_dropout = float(dropout), float(input_dropout)
 
@@ -192,10 +192,6 @@ class DglRGCN(Relational):
             if number + 1 < len(self.convs):
                 x = F.dropout(x.relu(), self.dropout, self.training)
         return x
-
-
-def _norm(name: str, channels: int) -> nn.Module:
-    return nn.Identity() if name == "none" else _NORMS[name](channels)
 
 
 _known_shares: Any = WeakIdKeyDictionary()  # by edge_index and edge_type

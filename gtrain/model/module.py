@@ -82,29 +82,11 @@ class OptimizedModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         make = with_tables(self, self._make_sparse, self._make_optimizer)
-        return configured(self.parameters(), make, self._make_scheduler, self._monitor)
-
-
-def configured(
-    parameters: Iterable[Parameter],
-    make_optimizer: MakeOptimizer | None,
-    make_scheduler: Callable[..., Any] | None,
-    monitor: str,
-) -> Any:
-    """Return the result of ``configure_optimizers``.
-
-    Args:
-        parameters: those that need a gradient are optimised.
-        make_optimizer: makes the optimizer from them; None: Adam with lr 0.01.
-        make_scheduler: makes a scheduler from the optimizer, stepped once per epoch; None: none.
-        monitor: the logged value that a ``ReduceLROnPlateau`` scheduler monitors.
-    """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    optimizer = optimizer_of(make_optimizer, trained)
-    if make_scheduler is None:
-        return optimizer
-    scheduler = {"scheduler": make_scheduler(optimizer), "interval": "epoch", "monitor": monitor}
-    return {"optimizer": optimizer, "lr_scheduler": scheduler}
+        optimizer = optimizer_of(make, [parameter for parameter in self.parameters() if parameter.requires_grad])
+        if self._make_scheduler is None:
+            return optimizer
+        scheduler = {"scheduler": self._make_scheduler(optimizer), "interval": "epoch", "monitor": self._monitor}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
 def optimizer_of(make_optimizer: MakeOptimizer | None, parameters: Sequence[Parameter]) -> torch.optim.Optimizer:

@@ -329,15 +329,15 @@ class TypedLayer:
         key = tuple((id(call.conv), call.conv.training) for call in calls)
         if key in self._not_linear:
             return None
-        suspended: list[SuspendedConv] = []
+        suspended = []
         for call in calls:
             conv = suspend_at_propagate(call, self._context)
             if conv is None:
                 self._not_linear.add(key)
                 return None
             suspended.append(conv)
-        sums = self._aggregate([conv.linear for conv in suspended])
-        return [conv.resume(out) for conv, out in zip(suspended, sums, strict=True)]
+        sums = self._aggregate([linear for linear, _ in suspended])
+        return [resume(out) for (_, resume), out in zip(suspended, sums, strict=True)]
 
     def _aggregate(self, calls: Sequence[LinearCall]) -> list[Tensor]:
         """Return all sums. Those of constant inputs are cached, and computed together; the others share an exchange."""
@@ -360,38 +360,6 @@ class TypedLayer:
         return [results[i] if i in results else compute(rest, i) for i in range(len(calls))]
 
 
-class SuspendedConv:
-    """A convolution that was left at ``propagate``, and whose aggregation is linear.
-
-    Args:
-        call: the call of the convolution.
-        context: shared by all layers.
-        linear: the aggregation.
-        random: the state of the generators before the call, if it drew from them; else None.
-    """
-
-    def __init__(self, call: LayerCall, context: LayerContext, linear: LinearCall, random: Any) -> None:
-        self.linear = linear
-        self._call, self._context, self._random = call, context, random
-
-    def resume(self, aggregated: Tensor) -> Tensor:
-        """Run the convolution again, with the aggregate as the result of ``propagate``.
-
-        Raises:
-            MultipleHopsError: it calls ``propagate`` again.
-        """
-        results = [aggregated]
-
-        def propagate(conv: MessagePassing, *args: Any, **kwargs: Any) -> Any:
-            if not results:
-                raise MultipleHopsError(self._call.conv)
-            return conv.update(results.pop())
-
-        replay = nullcontext() if self._random is None else replayed_random(self._random)
-        with replay, self._context.unpatched(self._call, propagate=propagate):
-            return self._call.without_halo(self._call.run_locally())
-
-
 class _PropagateReached(Exception):
     """Leaves a convolution where it passes messages; without arguments where it computes values of edges before."""
 
@@ -400,8 +368,15 @@ class _PropagateReached(Exception):
         self.edge_index, self.arguments = edge_index, arguments
 
 
-def suspend_at_propagate(call: LayerCall, context: LayerContext) -> SuspendedConv | None:
-    """Run a convolution up to ``propagate``; return None if its aggregation is not linear."""
+def suspend_at_propagate(
+    call: LayerCall, context: LayerContext
+) -> tuple[LinearCall, Callable[[Tensor], Tensor]] | None:
+    """Run a convolution up to ``propagate``.
+
+    Returns:
+        The aggregation that it reached, and the function that completes the call given the aggregate; None if the
+        aggregation is not linear.
+    """
     conv, relation = call.conv, call.relation
     convs = [layer for layer in conv.modules() if isinstance(layer, MessagePassing)]
     if not isinstance(conv, MessagePassing) or relation is None or len(convs) > 1:
@@ -417,7 +392,31 @@ def suspend_at_propagate(call: LayerCall, context: LayerContext) -> SuspendedCon
     linear = linear_call(PropagateCall(conv, relation.edges(reached.edge_index), reduce, reached.arguments))
     pairs = zip(before, random_state(device), strict=True)
     drew = any(a is not None and b is not None and not a.equal(b) for a, b in pairs)
-    return None if linear is None else SuspendedConv(call, context, linear, before if drew else None)
+    return None if linear is None else (linear, partial(_resume, call, context, before if drew else None))
+
+
+def _resume(call: LayerCall, context: LayerContext, random: Any, aggregated: Tensor) -> Tensor:
+    """Run a convolution again, with the aggregate as the result of ``propagate``.
+
+    Args:
+        call: the call of the convolution.
+        context: shared by all layers.
+        random: the state of the generators before the first run, if it drew from them; else None.
+        aggregated: the aggregate.
+
+    Raises:
+        MultipleHopsError: it calls ``propagate`` again.
+    """
+    results = [aggregated]
+
+    def propagate(conv: MessagePassing, *args: Any, **kwargs: Any) -> Any:
+        if not results:
+            raise MultipleHopsError(call.conv)
+        return conv.update(results.pop())
+
+    replay = nullcontext() if random is None else replayed_random(random)
+    with replay, context.unpatched(call, propagate=propagate):
+        return call.without_halo(call.run_locally())
 
 
 def _propagate_reached(call: LayerCall, context: LayerContext) -> _PropagateReached | None:

@@ -221,7 +221,7 @@ class Patcher:
             propagate = relational.propagate
         self.patches.add(conv, "propagate", propagate)
         self.patches.add(conv, "edge_updater", partial(self.edge_updater, conv))
-        self.propagation.install(conv)
+        self.propagation.transforms.install(conv)
         fused = None if self.typed or "forward" in conv.__dict__ else self._fused_layers.forward_of(conv)
         if fused is not None:
             self.patches.add(conv, "forward", fused)

@@ -82,6 +82,9 @@ class Propagation:
         schedule: when blocks are fetched.
         constants: inputs that never change.
         shadow: sets an attribute of a module's instance until the run ends.
+
+    Attributes:
+        transforms: swaps linear layers and aggregations; patches the linear layers.
     """
 
     def __init__(
@@ -91,12 +94,8 @@ class Propagation:
         shadow: Callable[[nn.Module, str, Callable[..., Any]], None],
     ) -> None:
         self._schedule, self._constants = schedule, constants
-        self._transforms = Transforms(shadow)
+        self.transforms = Transforms(shadow)
         self._returning_weights: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
-
-    def install(self, conv: MessagePassing) -> None:
-        """Patch methods of ``conv`` other than ``propagate`` itself."""
-        self._transforms.install(conv)
 
     def returns_weights(self, conv: MessagePassing, returns: bool) -> None:
         """Record whether the running call of ``conv`` also returns the coefficients themselves."""
@@ -120,7 +119,7 @@ class Propagation:
             call = PropagateCall(conv, edges(edge_index), reduce, kwargs)
             out = self._linear(conv, call, edge_index)
         if out is None:
-            kwargs = {name: self._transforms.settle(value) for name, value in kwargs.items()}
+            kwargs = {name: self.transforms.settle(value) for name, value in kwargs.items()}
             if call is not None:
                 out = self._by_blocks(PropagateCall(conv, call.blocks, call.reduce, kwargs))
         if out is not None:
@@ -143,7 +142,7 @@ class Propagation:
         linear = linear_call(call)
         if linear is None:
             return None
-        x, transform = self._transforms.source(conv, linear.x)
+        x, transform = self.transforms.source(conv, linear.x)
 
         def compute() -> Tensor:
             return aggregate([LinearCall(linear.blocks, x, linear.weight, linear.mean)], self._schedule)[0]
