@@ -105,11 +105,12 @@ def test_linear_convolutions_are_broken_off_at_propagate(setting: Setting) -> No
     convs = nn.ModuleList([SAGEConv(7, 3), TAGConv(7, 3), GATConv(7, 3), SAGEConv(7, 3, aggr="max")]).double()
     setting.patcher.install(convs)
     suspended = [suspend_at_propagate(setting.call(conv), setting.patcher.context) for conv in convs]
-    assert suspended[0] is not None and suspended[0].linear.mean and suspended[0].linear.x is setting.batch["paper"].x
-    assert suspended[0].resume(torch.zeros(50, 7).double()).shape == (50, 3)
-    assert suspended[1] is not None and suspended[2] is None and suspended[3] is None
+    assert suspended[0] is not None and suspended[1] is not None and suspended[2] is None and suspended[3] is None
+    (linear, resume), (_, resume_another) = suspended[:2]
+    assert linear.mean and linear.x is setting.batch["paper"].x
+    assert resume(torch.zeros(50, 7).double()).shape == (50, 3)
     with pytest.raises(MultipleHopsError):
-        suspended[1].resume(torch.zeros(50, 7).double())
+        resume_another(torch.zeros(50, 7).double())
 
 
 @pytest.mark.parametrize(
