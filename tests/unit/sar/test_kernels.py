@@ -70,7 +70,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(plain, "CHUNK_NUMBERS", 600)
     monkeypatch.setattr(threads, "_RANGE_EDGES", 8)
     if request.param == "plain":
-        for module in (kernels.linear, kernels.attention, kernels.extreme):
+        for module in (kernels.sums, kernels.attention):
             monkeypatch.setattr(module, "runs_compiled", lambda *_: False)
     monkeypatch.setattr(threads, "num_threads", lambda: 3 if request.param == "three threads" else 1)
     return request.param
