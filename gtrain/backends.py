@@ -229,7 +229,7 @@ class Backend:
 
     def load_table_reader(self) -> Callable[..., Any] | None:
         """Import the function of :attr:`table_reader`, and torch with it; None if the attribute is empty."""
-        return _load(self.table_reader) if self.table_reader else None
+        return load(self.table_reader) if self.table_reader else None
 
     def store_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result of :attr:`store`; empty if the attribute is empty.
@@ -237,15 +237,15 @@ class Backend:
         Raises:
             ConfigError: the settings of the data contradict those of the strategy.
         """
-        return dict(_load(self.store)(config)) if self.store else {}
+        return dict(load(self.store)(config)) if self.store else {}
 
     def load_config(self) -> type[Any]:
         """Import the configuration dataclass."""
-        return _load(self.config)
+        return load(self.config)
 
     def load_strategy(self) -> type[Any]:
         """Import the strategy class, and torch with it."""
-        return _load(self.strategy)
+        return load(self.strategy)
 
     @property
     def server_roles(self) -> list[str]:
@@ -445,6 +445,7 @@ def not_honoured(
     return ConfigError(f"{key}={as_typed(settings[key])} was set; strategy={name} {limit.reason}.", hint=f"{advice}.")
 
 
-def _load(path: str) -> Any:
+def load(path: str) -> Any:
+    """Import an object from its path, ``package.module:name``."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gtrain import backends, messages
 from gtrain.errors import ConfigError
 from gtrain.model.config import NetworkConfig
-from gtrain.settings import Settings, as_typed, check, defaults, schema, setting
+from gtrain.settings import Settings, as_typed, check, defaults, nested, schema, setting
 
 VERBS = {
     "train": "fit, then test with the best checkpoint (the default)",
@@ -340,8 +340,8 @@ def validate(cfg: DictConfig) -> None:
     """
     fit_strategy(cfg)
     _check_keys(cfg)
-    _check_seed(cfg)  # other settings refer to it
     try:
+        _check_seed(cfg.seed)  # other settings refer to it
         OmegaConf.resolve(cfg)
         missing = sorted(OmegaConf.missing_keys(cfg))
         if not missing:
@@ -392,25 +392,21 @@ def _top_keys() -> frozenset[str]:
     return frozenset({*defaults(JobConfig), *groups})
 
 
-def _check_finite(node: Any, key: str = "") -> None:
+def _check_finite(config: dict[str, Any]) -> None:
     """Refuse NaN and infinity, most of which would be accepted without an error.
 
     Raises:
         ConfigError: names the setting.
     """
-    if isinstance(node, float) and not math.isfinite(node):
-        raise ConfigError(f"{key}={node} was set; it must be a finite number.", hint=f"correct or leave out {key}.")
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for name, value in items:
-        if key or name not in ("callbacks", "logger"):  # their thresholds may be infinite
-            _check_finite(value, f"{key}.{name}" if key else str(name))
+    for key, value in nested(config):
+        in_open_group = key.partition(".")[0] in ("callbacks", "logger")  # their thresholds may be infinite
+        if not in_open_group and isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(
+                f"{key}={value} was set; it must be a finite number.", hint=f"correct or leave out {key}."
+            )
 
 
-def _check_seed(cfg: DictConfig) -> None:
-    try:
-        seed = cfg.seed
-    except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0], hint="gtrain --cfg job shows the configuration.") from error
+def _check_seed(seed: Any) -> None:
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
         raise ConfigError(f"seed={seed} was set; it must be a whole number from 0 to 2**32 - 1.", hint="set seed=0.")
 

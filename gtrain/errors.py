@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 
 class GtrainError(Exception):
@@ -118,11 +119,17 @@ class RankFailedError(GtrainError):
     """A rank of the job failed; the message names the first rank that failed, and the reason.
 
     Args:
-        exit_code: the exit code of the command.
         external: whether the rank was killed, fell silent or lost a peer, so that a restarted job may succeed; an error
             of the rank itself would occur again.
     """
 
-    def __init__(self, message: str, *, hint: str | None = None, exit_code: int = 1, external: bool = False) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, external: bool = False) -> None:
         super().__init__(message, hint=hint)
-        self.exit_code, self.external = exit_code, external
+        self.external = external
+
+
+def restored(description: Mapping[str, Any]) -> GtrainError:
+    """Return the error that another process described; see :func:`gtrain.launch.slot.describe`."""
+    error_class = globals().get(description["type"], GtrainError)
+    arguments = {"external": description["external"]} if error_class is RankFailedError else {}
+    return error_class(description["message"], hint=description["hint"], **arguments)

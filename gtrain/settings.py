@@ -148,6 +148,15 @@ def as_typed(value: Any) -> str:
     return str(value).replace(" ", "") if isinstance(value, (list, tuple, Mapping)) else str(value)
 
 
+def nested(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a node of a configuration, and then all nodes inside of it, each with its key: ``data.files[0]``."""
+    yield key, node
+    for name, value in node.items() if isinstance(node, dict) else ():
+        yield from nested(value, f"{key}.{name}" if key else str(name))
+    for index, value in enumerate(node if isinstance(node, (list, tuple)) else ()):
+        yield from nested(value, f"{key}[{index}]")
+
+
 def default_of(field: dataclasses.Field[Any]) -> Any:
     """Return the default of a setting in a composed configuration, which may be an interpolation."""
     if field.metadata.get("follows") is not None:

@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gtrain import backends
 from gtrain.errors import ConfigError
-from gtrain.settings import as_typed
+from gtrain.settings import as_typed, nested
 
 ALLOWED = (
     "gtrain.callbacks",
@@ -103,16 +103,13 @@ def _values(override: Override) -> list[Any]:
         return []
 
 
-def found_in(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the key and the value of every ``_target_`` in nested dictionaries and lists."""
-    if isinstance(node, dict):
-        if node.get("_target_") is not None:
-            yield f"{key}._target_" if key else "_target_", node["_target_"]
-        for name, value in node.items():
-            yield from found_in(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(node, (list, tuple)):
-        for index, value in enumerate(node):
-            yield from found_in(value, f"{key}[{index}]")
+def found_in(node: Any, key: str = "") -> list[tuple[str, Any]]:
+    """Return the key and the value of every ``_target_`` in nested dictionaries and lists."""
+    return [
+        (inner, value)
+        for inner, value in nested(node, key)
+        if inner.rpartition(".")[2] == "_target_" and value is not None
+    ]
 
 
 def check_objects(config: dict[str, Any], find: Any, parts: Iterable[str] = _PARTS) -> None:
@@ -128,7 +125,12 @@ def check_objects(config: dict[str, Any], find: Any, parts: Iterable[str] = _PAR
     """
     allowed = config.get("allow_targets") or ()
     for part in parts:
-        _refuse_late_interpolations(config[part], part)
+        for key, node in nested(config[part], part):
+            if isinstance(node, str) and "${" in node:  # Hydra would resolve it, and it could become a target
+                raise ConfigError(
+                    f"{key}={node} contains an interpolation after the configuration was resolved.",
+                    hint="write the value itself.",
+                )
         for key, target in found_in(config[part], part):
             _check_name(key, str(target), allowed)  # interpolations are resolved by now
             if target not in allowed:
@@ -147,24 +149,16 @@ def check_hydra(hydra: DictConfig, arguments: Sequence[str]) -> None:
     for key, target in found_in(node, "hydra"):
         if not (_HYDRA_TARGET.match(str(target)) or target in typed_targets or _within(str(target), allowed)):
             raise _refused(key, str(target))
-    for key, value in [*_log_factories(node.get("job_logging")), *_log_factories(node.get("hydra_logging"))]:
-        if not _LOG_CLASS.match(str(value)) and not any(argument.startswith(key) for argument in arguments):
-            raise _refused(f"hydra logging {key}", str(value))
+    for key, value in nested({name: node.get(name) for name in ("job_logging", "hydra_logging")}):
+        name = key.rpartition(".")[2]
+        if name in ("()", "class") and not _LOG_CLASS.match(str(value)):  # logging.config calls these
+            raise _refused(f"hydra logging {name}", str(value))
     variables = (node.get("job") or {}).get("env_set")
     if variables and not any(argument.lstrip("+").startswith("hydra.job.env_set") for argument in arguments):
         raise ConfigError(
             f"hydra.job.env_set sets {', '.join(map(str, variables))} in a file; such variables can execute code.",
             hint="set hydra.job.env_set on the command line, or the variables in the shell.",
         )
-
-
-def _log_factories(node: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys ``()`` and ``class`` with their values, which ``logging.config`` calls."""
-    if isinstance(node, dict):
-        for name, value in node.items():
-            if name in ("()", "class"):
-                yield name, value
-            yield from _log_factories(value)
 
 
 def _check_name(key: str, target: str, allowed: Iterable[str]) -> None:
@@ -214,18 +208,6 @@ def _is_loaded_from_here(module: str) -> bool:
     if path is None:
         return False
     return Path(path).resolve().with_suffix("") in (expected.resolve(), (expected / "__init__").resolve())
-
-
-def _refuse_late_interpolations(node: Any, key: str) -> None:
-    """Refuse text that Hydra would resolve on instantiation, because it could become a target."""
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, (list, tuple)) else ()
-    for name, value in items:
-        _refuse_late_interpolations(value, f"{key}.{name}")
-    if isinstance(node, str) and "${" in node:
-        raise ConfigError(
-            f"{key}={node} contains an interpolation after the configuration was resolved.",
-            hint="write the value itself.",
-        )
 
 
 def _refused(key: str, target: str) -> ConfigError:

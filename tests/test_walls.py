@@ -25,7 +25,6 @@ LIGHT = (
     "gtrain.__main__",
     "gtrain.backends",
     "gtrain.cli",
-    "gtrain.cli.command",
     "gtrain.cli.entry",
     "gtrain.cli.explain",
     "gtrain.config",
@@ -50,7 +49,6 @@ LIGHT = (
     "gtrain.launch.logs",
     "gtrain.launch.rendezvous",
     "gtrain.launch.request",
-    "gtrain.launch.roles",
     "gtrain.launch.shipping",
     "gtrain.launch.slot",
     "gtrain.launch.sockets",
@@ -65,8 +63,7 @@ LIGHT = (
 LIGHT_PACKAGES = ("gtrain.data", "gtrain.launch", "gtrain.model", "gtrain.run")  # these import at most gtrain.lazy
 LATE = {
     "gtrain.cli": {"gtrain.cli.entry"},
-    "gtrain.cli.command": {"gtrain.wire"},
-    "gtrain.cli.entry": {"gtrain.doctor.report"},
+    "gtrain.cli.entry": {"gtrain.doctor.packages", "gtrain.doctor.report", "gtrain.wire"},
     "gtrain.launch.cuda": {"torch"},
     "gtrain.launch.interpreter": {"gtrain.kernel_cache"},
     "gtrain.launch.shipping": {"cloudpickle", "numpy", "torch"},

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import lightning.pytorch as pl
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.callbacks import formats
 from gtrain.data.batches.loader import target_type
 from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
 from gtrain.graph.store.entities import entity_types
 from gtrain.graph.store.manifest import safe_name
+from gtrain.graph.store.names import Names
 from gtrain.protocols import Embeds, EmbedsTypes, network_of
 from gtrain.strategy.base import GraphStrategy
 
-FORMATS = ("npy", *formats.WRITERS)
 _COPIED_BYTES = 16 << 20
 """Bytes of rows copied at a time."""
+ROWS = 1 << 16
+"""Rows written at a time."""
+Rows = NDArray[np.float32]
+Writer = Callable[[Path, Rows, Names | None, str], None]
 
 
 class PredictionWriter(pl.Callback):
@@ -44,7 +50,7 @@ class PredictionWriter(pl.Callback):
         fmt: ``npy``: float [N, D], row i of node i of the source data (NaN for nodes that the data source left out);
             ``parquet``: columns ``id`` (the name, if the data has names), ``values`` (a list of D numbers) and, for
             scores of classes, ``prediction`` (the best class); ``tsv`` and ``pbg_hdf5``: see
-            :mod:`gtrain.callbacks.formats`.
+            :data:`WRITERS`.
         store: the graph.
         strategy: its group has the ranks that write.
         embeddings: write embeddings instead of the output of ``predict_step``: the output of the module's
@@ -167,9 +173,9 @@ class PredictionWriter(pl.Callback):
             os.replace(self._scratch, self.path)
             return
         elif classes and self._format == "parquet":
-            formats.write_parquet(done, values, self._store.names(node_type), node_type, classes=True)
+            write_parquet(done, values, self._store.names(node_type), node_type, classes=True)
         else:
-            formats.WRITERS[self._format](done, values, self._store.names(node_type), node_type)
+            WRITERS[self._format](done, values, self._store.names(node_type), node_type)
         os.replace(done, self.path)
         self._scratch.unlink()
 
@@ -182,7 +188,7 @@ class PredictionWriter(pl.Callback):
             if self._format == "npy":
                 np.save(path, rows)
             else:
-                formats.WRITERS[self._format](path, rows, self._store.names(entity.name), entity.name)
+                WRITERS[self._format](path, rows, self._store.names(entity.name), entity.name)
 
 
 def check_output(path: Path, fmt: str) -> None:
@@ -225,11 +231,78 @@ def _flat(network: nn.Module) -> Iterator[nn.Module]:
 
 def _features(argument: Any) -> Tensor:
     """Return the features that a layer was called with; of a pair, those of the target nodes."""
-    value: Tensor = argument[1] if isinstance(argument, tuple) else argument
-    return value
+    return argument[1] if isinstance(argument, tuple) else argument
 
 
 def _orig_ids(batch: Data | HeteroData) -> Tensor:
-    nodes = batch[batch.target] if isinstance(batch, HeteroData) else batch
-    ids: Tensor = nodes.orig_id
-    return ids
+    return (batch[batch.target] if isinstance(batch, HeteroData) else batch).orig_id
+
+
+# ---------------------------------------------------------------------------------------------------- file formats
+
+
+def blocks(values: Rows, names: Names | None) -> Iterator[tuple[list[Any], Rows]]:
+    """Yield blocks of ids (names if the nodes have names, otherwise numbers) and rows."""
+    for first in range(0, len(values), ROWS):
+        block = np.ascontiguousarray(values[first : first + ROWS])
+        ids = np.arange(first, first + len(block))
+        yield ids.tolist() if names is None else names.decode(torch.from_numpy(ids)), block
+
+
+def write_parquet(path: Path, values: Rows, names: Names | None, node_type: str, *, classes: bool = False) -> None:
+    """Write the columns ``id``, ``values`` (a list of D numbers) and ``prediction`` for scores of classes.
+
+    Args:
+        path: the file.
+        values: ``[N, D]``, by the source data's ids.
+        names: of the nodes; None if ids are numbers.
+        node_type: of the nodes.
+        classes: whether the numbers are scores of classes.
+    """
+    fields = [("id", pa.int64() if names is None else pa.string()), ("values", pa.list_(pa.float32(), values.shape[1]))]
+    schema = pa.schema([*fields, ("prediction", pa.int64())] if classes else fields)
+    with pq.ParquetWriter(path, schema) as writer:
+        for ids, block in blocks(values, names):
+            columns = {
+                "id": ids,
+                "values": pa.FixedSizeListArray.from_arrays(block.reshape(-1), values.shape[1]),
+                "prediction": block.argmax(axis=1),
+            }
+            writer.write_table(pa.table({field.name: columns[field.name] for field in schema}, schema))
+
+
+def write_tsv(path: Path, values: Rows, names: Names | None, node_type: str) -> None:
+    """Write a line per node: its name or id, then its numbers, separated by tabs. As :func:`write_parquet`."""
+    with open(path, "w", encoding="utf-8") as handle:
+        for ids, block in blocks(values, names):
+            for name, row in zip(ids, block, strict=True):
+                numbers = "\t".join(f"{value:.9g}" for value in row.tolist())
+                handle.write(f"{name}\t{numbers}\n")
+
+
+def write_hdf5(path: Path, values: Rows, names: Names | None, node_type: str) -> None:
+    """Write a folder in the format of PyTorch-BigGraph's checkpoints and entity paths.
+
+    The files are ``embeddings_<type>_0.v1.h5``, ``entity_names_<type>_0.json`` and ``entity_count_<type>_0.txt``.
+    Arguments as for :func:`write_parquet`.
+
+    Raises:
+        ConfigError: h5py is not installed.
+    """
+    try:
+        import h5py
+    except ImportError as error:
+        raise ConfigError("format=pbg_hdf5 needs h5py.", hint="pip install 'gtrain[hdf5]'") from error
+    path.mkdir(exist_ok=True)
+    with h5py.File(path / f"embeddings_{node_type}_0.v1.h5", "w") as file:
+        file.attrs["format_version"] = 1
+        target = file.create_dataset("embeddings", values.shape, dtype="f4")
+        for first in range(0, len(values), ROWS):
+            target[first : first + ROWS] = values[first : first + ROWS]
+    (path / f"entity_count_{node_type}_0.txt").write_text(f"{len(values)}\n")
+    every = [str(name) for ids, _ in blocks(values[:, :1], names) for name in ids]
+    (path / f"entity_names_{node_type}_0.json").write_text(json.dumps(every))
+
+
+WRITERS: dict[str, Writer] = {"parquet": write_parquet, "tsv": write_tsv, "pbg_hdf5": write_hdf5}
+FORMATS = ("npy", *WRITERS)

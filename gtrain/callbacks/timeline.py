@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from gtrain.errors import ConfigError
 from gtrain.strategy.base import GraphStrategy
-from gtrain.strategy.counters import no_span
 
 
 class Timeline(Callback):
@@ -105,7 +105,7 @@ class Timeline(Callback):
     def _stop(self, trainer: pl.Trainer) -> None:
         if self._running:
             self._running = False
-            _set_span(trainer, no_span)
+            _set_span(trainer, nullcontext)
             self._profile.stop()
 
     def _finish(self, trainer: pl.Trainer) -> None:

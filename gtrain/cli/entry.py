@@ -1,7 +1,7 @@
 """The command line: ``gtrain [verb] [key=value ...]``. Light: it imports no torch.
 
-Hydra composes the configuration. This module adds the verbs, the backends' configurations and readable errors;
-:mod:`gtrain.cli.command` then executes the verb.
+Hydra composes the configuration. This module adds the verbs, the backends' configurations and readable errors, and
+executes the verb: it launches a job, starts a server, or creates keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,9 +30,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gtrain import __version__, backends, config, messages, targets
-from gtrain.cli import command, explain
-from gtrain.errors import ConfigError, GtrainError, RankFailedError
+from gtrain.cli import explain
+from gtrain.errors import ConfigError, GtrainError
 from gtrain.launch import launchers
+from gtrain.launch.launchers.manual import Manual
+from gtrain.launch.request import JobRequest
 from gtrain.run import runs
 
 _typed: list[str] = []
@@ -108,7 +109,7 @@ def main() -> None:
         message = messages.readable(error, sys.argv[1:])
         if message is None or show_traceback:
             raise
-        _exit_with(message, exit_code(error))
+        _exit_with(message, 1)
     finally:
         _skip_last_collection()
 
@@ -123,13 +124,10 @@ def _skip_last_collection() -> None:
 
 def version_line() -> str:
     """Return the versions of gtrain, torch and Hydra, the last two from their installed metadata."""
-    versions = [__version__]
-    for name in ("torch", "hydra-core"):
-        try:
-            versions.append(version(name))
-        except PackageNotFoundError:
-            versions.append("not installed")
-    return "gtrain {} (torch {}, Hydra {})".format(*versions)
+    from gtrain.doctor.packages import installed
+
+    torch, hydra_core = (installed(name) or "not installed" for name in ("torch", "hydra-core"))
+    return f"gtrain {__version__} (torch {torch}, Hydra {hydra_core})"
 
 
 def verb_to_override(arguments: list[str]) -> list[str]:
@@ -242,7 +240,7 @@ def _hydra_main(cfg: DictConfig) -> Any:
     except GtrainError as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise  # Hydra names the job and continues with the others
-        _exit_with(str(error), exit_code(error))
+        _exit_with(str(error), 1)
 
 
 def _job(cfg: DictConfig) -> Any:
@@ -258,12 +256,48 @@ def _job(cfg: DictConfig) -> Any:
         print(notice, file=sys.stderr)
     targets.settle(cfg, _typed)
     choices = {group: str(hydra_config.runtime.choices[group]) for group in ("strategy", "data", "model")}
-    return command.launch(cfg, choices, overrides)
+    return launch(cfg, choices, overrides)
 
 
-def exit_code(error: Exception) -> int:
-    """Return the exit code of the command for this error."""
-    return error.exit_code if isinstance(error, RankFailedError) else 1
+def launch(cfg: DictConfig, choices: dict[str, str], overrides: list[str]) -> Any:
+    """Execute the verb of the configuration.
+
+    Args:
+        cfg: the composed configuration.
+        choices: names of the chosen ``strategy``, ``data`` and ``model``.
+        overrides: the overrides of the command line.
+
+    Returns:
+        The result of rank 0's task, if it ran on this machine.
+    """
+    launcher = launchers.resolve(cfg.cluster.kind)
+    request = JobRequest(cfg, choices, overrides)
+    if cfg.verb == "key":
+        return make_key(cfg.cluster.key_file)
+    if cfg.verb == "serve":
+        return Manual().serve(request)
+    launcher.check(cfg)
+    return launcher.launch(request)
+
+
+def make_key(file: str | None) -> None:
+    """Write the keys of a job into a new file: ``gtrain key``.
+
+    Raises:
+        ConfigError: ``file`` is None, or the file exists.
+    """
+    if file is None:
+        raise ConfigError("gtrain key was given, and cluster.key_file is not set.", hint="set cluster.key_file=FILE.")
+    path = Path(file).absolute()
+    if path.exists():
+        raise ConfigError(
+            f"cluster.key_file={file} was set; the file already exists.", hint="delete it first to create new keys."
+        )
+    from gtrain.wire import Security  # imported here because it loads ZeroMQ
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Security.create().save(path)
+    print(f"{path} contains the keys of a job. Keep it secret; every machine of the job needs a copy.")
 
 
 def _exit_with(message: str, code: int) -> NoReturn:

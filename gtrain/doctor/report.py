@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
+import glob
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from gtrain import backends
 from gtrain.doctor import machine, packages, probe
-from gtrain.doctor.findings import Finding, judge, size
+from gtrain.doctor.machine import PINNING_VARIABLES, THREAD_VARIABLES
+from gtrain.doctor.probe import METIS
 from gtrain.errors import ConfigError
 from gtrain.messages import did_you_mean
 
 FORMATS = ("text", "json")
 KEYS = ("format", "strategy", "trainer.num_nodes", "trainer.devices")
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem.
+
+    Attributes:
+        message: describes it.
+        hint: how to solve it.
+        essential: gtrain cannot train until it is solved; the command then exits with 1.
+    """
+
+    message: str
+    hint: str
+    essential: bool = False
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     ranks = launcher["ranks_here"] or settings["trainer.num_nodes"] * settings["trainer.devices"]
     findings = judge(facts, ranks, settings["strategy"])
     if settings["format"] == "json":
-        print(json.dumps({**facts, "problems": [dataclasses.asdict(finding) for finding in findings]}, indent=2))
+        print(json.dumps({**facts, "problems": [asdict(finding) for finding in findings]}, indent=2))
     else:
         print("\n".join(lines(facts, findings)))
     return int(any(finding.essential for finding in findings))
@@ -147,3 +165,174 @@ def _package_lines(facts: dict[str, Any]) -> Iterator[str]:
     for name, state in facts["extras"].items():
         missing = ", ".join(state["missing"])
         yield f"  {name:<16} " + (f"missing {missing}: {state['command']}" if missing else "installed")
+
+
+# ---------------------------------------------------------------------------------------------------- problems
+
+
+def judge(facts: dict[str, Any], ranks: int, strategy: str | None) -> list[Finding]:
+    """Return all problems, essential ones first.
+
+    Args:
+        facts: from :func:`gtrain.doctor.report.collect`.
+        ranks: planned processes on this machine.
+        strategy: the one that must work; None: any of them.
+    """
+    findings = [
+        *_packages(facts["packages"]),
+        *_imports(facts["imports"]),
+        *_strategies(facts["strategies"], strategy),
+        *(
+            Finding(f"{folder} has an .egg-info or .dist-info of an older build, with other strategies.", "delete it.")
+            for folder in facts["outdated"]
+        ),
+        *_folders(facts),
+        *_memory(facts["memory"], ranks),
+        *_threads(facts, ranks),
+        *_devices(facts),
+    ]
+    return sorted(findings, key=lambda finding: not finding.essential)
+
+
+def _packages(facts: dict[str, Any]) -> Iterator[Finding]:
+    if facts["gtrain"] is None:
+        yield Finding(
+            "gtrain runs from its source folder and is not installed: no strategy is available.",
+            "pip install -e . in that folder.",
+            essential=True,
+        )
+    for name, state in facts["dependencies"].items():
+        if state["ok"] and state["installed"] is not None:
+            continue
+        if state["installed"] is not None:
+            message = f"{name} {state['installed']} is installed; gtrain needs {state['needed']}."
+        elif name == METIS:
+            message = f"{name} is not installed: data.partitioner=auto is ldg, and data.partitioner=metis is refused."
+        else:
+            message = f"{name} is not installed."
+        bound = "" if state["needed"] == "any" else state["needed"]
+        essential = state["installed"] is None and name != METIS
+        yield Finding(message, f'pip install "{name}{bound}".', essential)
+
+
+def _imports(facts: dict[str, Any]) -> Iterator[Finding]:
+    for name, error in facts.items():
+        if error is not None:
+            package = name.partition(".")[0]
+            yield Finding(
+                f"import {name} fails: {error}.", f"reinstall the package that provides {package}.", essential=True
+            )
+
+
+def _strategies(facts: dict[str, Any], required: str | None) -> Iterator[Finding]:
+    works = [name for name, state in facts.items() if state["error"] is None]
+    for name, state in facts.items():
+        if state["error"] is not None:
+            yield Finding(
+                f"strategy={name} cannot be used: {state['error']}.",
+                f"reinstall the package that provides {state['from']}.",
+                essential=name == required or not works,
+            )
+    if required is not None and required not in facts:
+        yield Finding(
+            f"strategy={required} is not installed.",
+            f"the installed strategies are {', '.join(facts) or 'none'}.",
+            essential=True,
+        )
+    if not facts:
+        yield Finding("no strategy is installed.", "reinstall gtrain: pip install -U gtrain.", essential=True)
+
+
+def _folders(facts: dict[str, Any]) -> Iterator[Finding]:
+    shared, temporary, kernels = facts["shared_memory"], facts["temporary_folder"], facts["kernels"]
+    if not shared["writable"]:
+        yield Finding(
+            f"{shared['path']} cannot be written: ranks of one machine cannot share memory.",
+            "mount a tmpfs there, in a container with --shm-size=8g or --ipc=host.",
+        )
+    elif shared["free"] < GIB:
+        yield Finding(
+            f"{shared['path']} has {size(shared['free'])} free of {size(shared['total'])}; ranks share tables there.",
+            "raise it: in a container --shm-size=8g or --ipc=host, otherwise mount -o remount,size=8g /dev/shm.",
+        )
+    if not temporary["writable"]:
+        yield Finding(
+            f"the temporary folder {temporary['path']} cannot be written.",
+            "set TMPDIR to a folder that can.",
+            essential=True,
+        )
+    elif temporary["free"] < GIB:
+        yield Finding(
+            f"the temporary folder {temporary['path']} has {size(temporary['free'])} free.",
+            "set TMPDIR to a folder with more room, or clear it.",
+        )
+    if kernels is not None and not kernels["writable"]:
+        yield Finding(
+            "compiled kernels cannot be cached: each process compiles them again, which takes seconds.",
+            "set NUMBA_CACHE_DIR to a folder that can be written.",
+        )
+
+
+def _memory(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
+    available = facts["available"] if facts["limit"] is None else min(facts["available"], facts["limit"])
+    if available < ranks * GIB:
+        yield Finding(
+            f"{size(available)} of memory free for {ranks} rank(s): each needs {size(GIB // 2)} before its data.",
+            "end other programs, or run fewer ranks on this machine.",
+        )
+
+
+def _threads(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
+    environment, cores = facts["environment"], facts["cores"]
+    usable = min(cores["usable"], max(1, int(cores["limit"] or cores["usable"])))
+    share = max(1, usable // ranks)
+    if ranks > usable:
+        yield Finding(f"{ranks} ranks share {usable} cores.", f"run at most {usable} ranks on this machine.")
+    if "OMP_NUM_THREADS" not in environment and ranks > 1:
+        yield Finding(
+            f"OMP_NUM_THREADS is not set: torch uses {share} threads per rank, but numpy's libraries use all "
+            f"{usable} cores in each of the {ranks} ranks.",
+            f"export OMP_NUM_THREADS={share}.",
+        )
+    for name in THREAD_VARIABLES:
+        value = environment.get(name, "")
+        if value.isdigit() and int(value) * ranks > usable and int(value) > 1:
+            yield Finding(
+                f"{name}={value} with {ranks} ranks makes {int(value) * ranks} threads on {usable} cores.",
+                f"export {name}={share}, or unset it.",
+            )
+    for name in PINNING_VARIABLES:
+        if ranks > 1 and environment.get(name, "false").lower() not in ("false", "disabled", "none"):
+            yield Finding(
+                f"{name}={environment[name]} pins threads: those of all ranks may share the same cores.",
+                f"unset {name}, or let the launcher bind ranks to cores.",
+            )
+    if cores["limit"] is not None and cores["limit"] < cores["usable"] and "OMP_NUM_THREADS" not in environment:
+        yield Finding(
+            f"the container may use {cores['limit']:g} of {cores['usable']} cores, a limit that programs do not see.",
+            f"export OMP_NUM_THREADS={share}.",
+        )
+
+
+def _devices(facts: dict[str, Any]) -> Iterator[Finding]:
+    for name, error in facts["failed"].items():
+        yield Finding(f"the check of {name} fails: {error}.", "reinstall torch (gpus) or numba (kernels).")
+    gpus = facts["gpus"]
+    if gpus is not None and not gpus["devices"] and glob.glob("/dev/nvidia[0-9]*"):
+        built = f"for CUDA {gpus['built_for']}" if gpus["built_for"] else "without CUDA"
+        yield Finding(
+            f"the machine has an NVIDIA device that torch, built {built}, does not see.",
+            "install a torch built for the driver's CUDA version, and check CUDA_VISIBLE_DEVICES.",
+        )
+    if facts["open_files"]["limit"] < 1024:
+        yield Finding(f"a process may open {facts['open_files']['limit']} files.", "ulimit -n 65536.")
+
+
+def size(count: int) -> str:
+    """Return bytes in a readable unit."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -10,16 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
-from numba.extending import intrinsic
+from numba import extending, types
 
+intrinsic: Any = extending.intrinsic  # its type is that of the function that it generates code for
 _LINE = 64  # bytes
 _POINTER, _WORD = ir.IntType(8).as_pointer(), ir.IntType(32)
 _L1, _L2 = _WORD(3), _WORD(2)  # LLVM's locality levels
 _READ, _DATA = _WORD(0), _WORD(1)
 
 
-def _prefetch(typingctx: Any, address: Any) -> Any:
+@intrinsic
+def prefetch(typingctx: Any, address: Any) -> Any:
     """Prefetch the cache line at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -29,7 +30,8 @@ def _prefetch(typingctx: Any, address: Any) -> Any:
     return types.void(types.intp), generate
 
 
-def _prefetch_entry(typingctx: Any, array: Any, index: Any) -> Any:
+@intrinsic
+def prefetch_entry(typingctx: Any, array: Any, index: Any) -> Any:
     """Prefetch the cache line of an entry of a one-dimensional array; the index must not be negative."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -82,7 +84,8 @@ def emit_prefetch(builder: Any, pointer: Any, cache: Any = _L1) -> None:
     builder.call(function, [builder.bitcast(pointer, _POINTER), _READ, cache, _DATA])
 
 
-def _load_word(typingctx: Any, array: Any, position: Any) -> Any:
+@intrinsic
+def load_word(typingctx: Any, array: Any, position: Any) -> Any:
     """Read eight bytes of a uint8 array, at any position, as one little-endian uint64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -108,7 +111,8 @@ def _unaligned(builder: Any, pointer: Any, bits: int) -> Any:
     return builder.load(builder.bitcast(pointer, ir.IntType(bits).as_pointer()), align=1)
 
 
-def _copy(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
+@intrinsic
+def copy(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
     """Copy bytes from one address to another; LLVM turns a constant number into plain loads and stores."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -120,16 +124,15 @@ def _copy(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-def _count_bits(typingctx: Any, word: Any) -> Any:
+@intrinsic
+def count_bits(typingctx: Any, word: Any) -> Any:
     """Count the bits that are set in a uint64."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ctpop(arguments[0])
-
-    return types.int64(types.uint64), generate
+    return types.int64(types.uint64), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
 
 
-def _fence(typingctx: Any) -> Any:
+@intrinsic
+def fence(typingctx: Any) -> Any:
     """Prevent the compiler from moving memory accesses across this point; emits no instruction on x86."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -139,13 +142,7 @@ def _fence(typingctx: Any) -> Any:
     return types.void(), generate
 
 
-prefetch: Any = intrinsic(_prefetch)
-prefetch_entry: Any = intrinsic(_prefetch_entry)
 prefetch_row: Any = intrinsic(_row_into(_L2))
 prefetch_next_row: Any = intrinsic(_row_into(_L1))
-load_word: Any = intrinsic(_load_word)
 load32: Any = intrinsic(_load_at(types.int32))
 load64: Any = intrinsic(_load_at(types.int64))
-copy: Any = intrinsic(_copy)
-count_bits: Any = intrinsic(_count_bits)
-fence: Any = intrinsic(_fence)

@@ -62,8 +62,6 @@ def run(job: Job, make_specs: Callable[[], Sequence[ProcessSpec]]) -> None:
     """
     preload()
     job.log_dir.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
     with terminate_on_signals():
         try:
             specs = make_specs()
@@ -159,9 +157,9 @@ def _handle_event(job: Job, selector: selectors.BaseSelector, child: Child, desc
         if not child.read_reports():
             selector.unregister(descriptor)
         while child.complaints:
-            label, seconds, silent = child.complaints.pop(0)
+            process, seconds, silent = child.complaints.pop(0)
             for other in job.children:
-                if other.slot.label == label:
+                if f"{process} ".startswith(f"{other.slot.label} "):  # the name may be longer: ``rank 2 (machine 1)``
                     other.handle_complaint(seconds, silent)
     elif child.reap():
         selector.unregister(descriptor)
@@ -171,13 +169,10 @@ def _handle_event(job: Job, selector: selectors.BaseSelector, child: Child, desc
 def _restart_dead(job: Job, selector: selectors.BaseSelector) -> None:
     """Restart processes that were killed, up to their limit; one that raised an error would raise it again."""
     for index, child in enumerate(job.children):
-        if (
-            child.joined
-            or child.restarts >= child.spec.restarts
-            or not died_of_external_cause(child)
-            or _ended_by_silence(child)
-        ):
+        if child.joined or child.restarts >= child.spec.restarts or not died_of_external_cause(child):
             continue
+        if child.failure is not None and child.failure["type"] == SilentRankError.__name__:
+            continue  # a restarted process would wait for the silent peer too
         with contextlib.suppress(KeyError):
             selector.unregister(child.reports)
         child.close()
@@ -270,28 +265,18 @@ def first_cause(children: Iterable[Child]) -> Child | None:
     failed. Among the others the earliest failure counts; a process that was killed without a report is not an echo.
     """
     causes = [child for child in children if not child.lost and (child.failed or child.failure)]
-    return min(causes, key=_order, default=None)
-
-
-def _order(child: Child) -> tuple[bool, int]:
-    if child.failure is not None:
-        return child.failure["echo"], child.failure["time_ns"]
-    return False, child.ended_ns
-
-
-def is_user_error(child: Child) -> bool:
-    """Whether the process ended with an error that tells the user what to do, and does not echo another failure."""
-    return child.failure is not None and child.failure["user"] and not child.failure["echo"]
+    return min(
+        causes,
+        key=lambda child: (
+            (child.failure["echo"], child.failure["time_ns"]) if child.failure else (False, child.ended_ns)
+        ),
+        default=None,
+    )
 
 
 def died_of_external_cause(child: Child) -> bool:
     """Whether a process was killed, or ended because a peer failed, and not by its own error."""
     return child.failed and (child.failure is None or child.failure["echo"])
-
-
-def _ended_by_silence(child: Child) -> bool:
-    """Whether a process ended because a peer was silent: a restarted one would wait for that peer too."""
-    return child.failure is not None and child.failure["type"] == SilentRankError.__name__
 
 
 def error_for(child: Child, of: int, log_dir: Path) -> GtrainError:
@@ -303,7 +288,7 @@ def error_for(child: Child, of: int, log_dir: Path) -> GtrainError:
         log_dir: folder of the logs.
     """
     failure = child.failure
-    if failure is not None and is_user_error(child):
+    if failure is not None and failure["user"] and not failure["echo"]:  # it tells the user what to do
         return GtrainError(failure["message"], hint=failure["hint"])
     log, external = log_path(log_dir, child.slot.label), died_of_external_cause(child)
     if failure is not None:

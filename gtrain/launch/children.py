@@ -1,14 +1,12 @@
-"""Fork the processes of a job, run their tasks, and track them. Imports the standard library only."""
+"""Fork the processes of a job, run their tasks, and track them. Light."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import gc
-import importlib
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -16,8 +14,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from gtrain.backends import load
 from gtrain.launch import slot as slots
 from gtrain.launch.logs import STACKS_SIGNAL, capture, log_path
 from gtrain.launch.shipping import write_result
@@ -29,7 +29,6 @@ GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 PRELOAD = "gtrain.launch.preload"
 """The module that the agent imports before it forks."""
 _STACKS_SECONDS = 30.0  # the agent first asks a process for its stacks after peers have waited this long for it
-_WAITING = re.compile(r"waiting for ([a-z]+ \d+)\b.*?, (\d+) s")
 _PR_SET_PDEATHSIG = 1
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -87,7 +86,7 @@ class Child:
     silent_seconds: float | None = None  # how long it was silent when the agent killed it
     started_at: float = field(default_factory=time.monotonic)
     next_stacks_seconds: float = _STACKS_SECONDS  # the next wait after which it is asked for its stacks
-    complaints: list[tuple[str, float, bool]] = field(default_factory=list)  # label, seconds, whether it is silent
+    complaints: list[tuple[str, float, bool]] = field(default_factory=list)  # process, seconds, whether it is silent
     closed: bool = field(default=False, repr=False)
 
     @property
@@ -115,22 +114,22 @@ class Child:
                 self._handle_report(json.loads(line))
 
     def _handle_report(self, message: dict[str, Any]) -> None:
-        if message["kind"] == "done":
-            self.done = True
-        elif message["kind"] == "may be lost":
-            self.may_be_lost = message["value"]
-        elif message["kind"] == "joined":
-            self.joined = True
-        elif message["kind"] == "say":
-            print(f"gtrain: {message['text']}", file=sys.stderr, flush=True)
-        elif message["kind"] == "waiting":
-            _print_waiting(message["sentence"])
-            if waiting := _WAITING.match(message["sentence"]):
-                self.complaints.append((waiting[1], float(waiting[2]), False))
-        elif message["kind"] == "silent":
-            self.complaints.append((message["label"], message["seconds"], True))
-        else:
-            self.failure = self.failure or message
+        match message["kind"]:
+            case "done":
+                self.done = True
+            case "may be lost":
+                self.may_be_lost = message["value"]
+            case "joined":
+                self.joined = True
+            case "say":
+                print(f"gtrain: {message['text']}", file=sys.stderr, flush=True)
+            case "waiting":
+                _print_waiting(message["process"], message["seconds"], message["note"])
+                self.complaints.append((message["process"], message["seconds"], False))
+            case "silent":
+                self.complaints.append((message["label"], message["seconds"], True))
+            case _:
+                self.failure = self.failure or message
 
     def reap(self, wait: bool = False) -> bool:
         """Collect the exit status if the process has ended, and kill what is left of its process group.
@@ -185,12 +184,12 @@ class Child:
 _waiting_printed: dict[str, float] = {}
 
 
-def _print_waiting(sentence: str) -> None:
+def _print_waiting(process: str, seconds: float, note: str) -> None:
     """Print which process is waited for, once for all processes that wait for it."""
-    awaited, now = sentence.rpartition(",")[0], time.monotonic()
-    if now - _waiting_printed.get(awaited, -REPEAT_SECONDS) >= REPEAT_SECONDS:
-        _waiting_printed[awaited] = now
-        print(f"gtrain: {sentence}", file=sys.stderr, flush=True)
+    now = time.monotonic()
+    if now - _waiting_printed.get(process, -REPEAT_SECONDS) >= REPEAT_SECONDS:
+        _waiting_printed[process] = now
+        print(f"gtrain: waiting for {process}, {seconds:.0f} s{note}", file=sys.stderr, flush=True)
 
 
 def fork(spec: ProcessSpec, context: Callable[[int], JobContext], to_close: Iterable[int], restarts: int) -> Child:
@@ -202,29 +201,41 @@ def fork(spec: ProcessSpec, context: Callable[[int], JobContext], to_close: Iter
         to_close: descriptors of the agent that the process must not keep.
         restarts: how many processes of this slot came before.
     """
-    read_end, write_end = os.pipe()
+    pid, read_end = fork_with_pipe(partial(_run_child, spec, context, to_close, os.getpid()))
     os.set_blocking(read_end, False)
-    agent = os.getpid()
-    blocked = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT}
-    )  # functions called after a fork would swallow it
+    return Child(spec, pid, os.pidfd_open(pid), read_end, restarts)
+
+
+def fork_with_pipe(run: Callable[[int], object]) -> tuple[int, int]:
+    """Fork a process that calls ``run`` with the write end of a pipe; ``run`` ends the process.
+
+    Returns:
+        The process's id, and the read end of the pipe.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    read_end, write_end = os.pipe()
+    # functions that are called after a fork would swallow the signal
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         pid = os.fork()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     if pid == 0:
         os.close(read_end)
-        for descriptor in to_close:
-            os.close(descriptor)
-        _run_child(spec, context, write_end, agent)
+        run(write_end)
     os.close(write_end)
-    return Child(spec, pid, os.pidfd_open(pid), read_end, restarts)
+    return pid, read_end
 
 
-def _run_child(spec: ProcessSpec, make_context: Callable[[int], JobContext], write_end: int, agent: int) -> None:
+def _run_child(
+    spec: ProcessSpec, make_context: Callable[[int], JobContext], to_close: Iterable[int], agent: int, write_end: int
+) -> None:
     """Run the task in the forked process. Ends with ``os._exit``, which skips the exit handlers of the agent."""
     code, context = 1, None
     try:
+        for descriptor in to_close:
+            os.close(descriptor)
         gc.freeze()  # traversing what the agent imported takes a third of a second per collection
         die_with_parent(agent)
         os.setpgid(0, 0)  # Ctrl-C reaches only the agent, which ends the processes in order
@@ -293,8 +304,4 @@ def _log_failure(context: JobContext, exception: BaseException) -> None:
 
 def resolve(task: str | Callable[..., Any]) -> Callable[..., Any]:
     """Return the function, imported if it is given as ``package.module:function``."""
-    if callable(task):
-        return task
-    module, _, name = task.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function
+    return task if callable(task) else load(task)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from gtrain.launch import launchers
@@ -15,7 +16,7 @@ class AgentEnvironment(ClusterEnvironment):
     """The environment of a rank that the agent forked."""
 
     def __init__(self, context: JobContext) -> None:
-        self._context = context
+        self.context = context
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -23,38 +24,33 @@ class AgentEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        return self._context.host
+        return self.context.host
 
     @property
     def main_port(self) -> int:
-        return self._context.port
+        return self.context.port
 
     @staticmethod
     def detect() -> bool:
         return slots.current() is not None
 
     def world_size(self) -> int:
-        return self._context.world_size
+        return self.context.world_size
 
     def set_world_size(self, size: int) -> None:
         """Ignored: the agent sets it."""
 
     def global_rank(self) -> int:
-        return self._context.slot.rank
+        return self.context.slot.rank
 
     def set_global_rank(self, rank: int) -> None:
         """Ignored: the agent sets it."""
 
     def local_rank(self) -> int:
-        return self._context.slot.local
+        return self.context.slot.local
 
     def node_rank(self) -> int:
-        return self._context.slot.node
-
-    @property
-    def context(self) -> JobContext:
-        """The process's context in the agent's job."""
-        return self._context
+        return self.context.slot.node
 
 
 def agent_environment() -> AgentEnvironment | None:
@@ -77,9 +73,21 @@ def ranks_on_this_machine() -> int:
     return 1 if rank_info is None else rank_info.local_size
 
 
-def say_waiting(sentence: str) -> None:
-    """Report which process this one waits for: the agent prints it, or rank 0 under another launcher."""
+def divide_cores(processes: int) -> None:
+    """Give torch this process's share of the machine's cores, unless ``OMP_NUM_THREADS`` is set."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+
+
+def say_waiting(process: str, seconds: float, note: str = "") -> None:
+    """Report which process this one waits for, and since when: the agent prints it, or rank 0 under another launcher.
+
+    Args:
+        process: its name, ``rank 2 (machine 1)``, or what it has not done, ``rank 2 (machine 1) to come``.
+        seconds: how long this process has waited.
+        note: the end of the sentence.
+    """
     if slots.current() is not None:
-        slots.report("waiting", sentence=sentence)
-    elif launchers.is_first() or "rank 0 " in sentence:
-        os.write(2, f"gtrain: {sentence}\n".encode())
+        slots.report("waiting", process=process, seconds=seconds, note=note)
+    elif launchers.is_first() or process.startswith("rank 0 "):
+        os.write(2, f"gtrain: waiting for {process}, {seconds:.0f} s{note}\n".encode())

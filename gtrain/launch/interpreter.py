@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from gtrain.errors import ConfigError, GtrainError, RankFailedError
-from gtrain.launch import cuda, shipping
+from gtrain.errors import GtrainError, RankFailedError, restored
+from gtrain.launch import cuda, shipping, slot
 from gtrain.launch.children import GRACE_SECONDS, die_with_parent
 
 _START = """
@@ -37,7 +37,6 @@ from gtrain.launch.interpreter import serve
 serve(parent)
 """
 _FORK_SAFE = "jemalloc_bg_thd"  # Arrow's allocator stops this thread before a fork and restarts it afterwards
-_ERRORS: dict[str, type[GtrainError]] = {cls.__name__: cls for cls in (ConfigError, GtrainError, RankFailedError)}
 
 
 # ---------------------------------------------------------------------------------------------------- deciding
@@ -109,28 +108,26 @@ def run(
     try:
         with _Interpreter(files, stop_seconds) as interpreter:
             shipping.send_task(files[0], settings, task, args, reason)
-            interpreter.start_job()
+            interpreter.send({})  # the task is written
             status = interpreter.wait()
         with open(f"/proc/self/fd/{files[2]}") as end:
             text = end.read()
-        _raise(json.loads(text) if text else None, status)
+        _raise(text, status)
     finally:
         os.close(files[0])
         os.close(files[2])
 
 
-def _raise(end: dict[str, Any] | None, status: int) -> None:
-    """Raise the error that ended the job, if there was one."""
-    if end is None:
+def _raise(end: str, status: int) -> None:
+    """Raise the error that ended the job, if there was one; ``end`` is its description as JSON."""
+    if not end:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
         raise RankFailedError(
             f"the process that starts the ranks {how}.",
             hint="its output is above; the kernel kills with SIGKILL when memory runs out.",
         )
-    if end["type"] == "RankFailedError":
-        raise RankFailedError(end["message"], hint=end["hint"], exit_code=end["exit_code"], external=end["external"])
-    if end["type"] is not None:
-        raise _ERRORS.get(end["type"], GtrainError)(end["message"], hint=end["hint"])
+    if (description := json.loads(end)) is not None:
+        raise restored(description)
 
 
 class _Interpreter:
@@ -150,7 +147,7 @@ class _Interpreter:
             process_group=0,  # Ctrl-C reaches only this process, which ends the others in order
         )
         inherited = [out, err]
-        self._send(
+        self.send(
             {"path": sys.path, "argv": sys.argv, "files": list(files), "pid": os.getpid(), "inherited": inherited}
         )
         self._selector = selectors.DefaultSelector()
@@ -181,10 +178,6 @@ class _Interpreter:
                     if pipe is not None:
                         pipe.close()
 
-    def start_job(self) -> None:
-        """Tell the interpreter that the task is written."""
-        self._send({})
-
     def wait(self, seconds: float | None = None) -> int:
         """Print the output of the processes until the interpreter has ended, and return its exit status."""
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -196,7 +189,8 @@ class _Interpreter:
         self._print_output(0)
         return self._process.returncode or 0
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message, the first of which describes this process; the second starts the job."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the interpreter has ended; wait() notices
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -263,20 +257,13 @@ def _serve(files: Sequence[int], commands: BinaryIO) -> None:
         return
     task, result, end = files
     settings, offset = shipping.receive_settings(task)
-    error: GtrainError | None = None
+    description = None
     try:
         agent.start_and_watch(run_sent, (task, offset), settings, result)
-    except GtrainError as caught:
-        error = caught
-    message = {
-        "type": type(error).__name__ if error is not None else None,
-        "message": error.message if error is not None else "",
-        "hint": error.hint if error is not None else None,
-        "exit_code": getattr(error, "exit_code", 1),
-        "external": getattr(error, "external", False),
-    }
+    except GtrainError as error:
+        description = slot.describe(error)
     with open(f"/proc/self/fd/{end}", "w") as file_of_end:
-        json.dump(message, file_of_end)
+        json.dump(description, file_of_end)
 
 
 def run_sent(descriptor: int, offset: int) -> Any:

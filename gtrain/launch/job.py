@@ -4,72 +4,55 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from gtrain.launch import roles as role_plans
+from gtrain.backends import RolePlan
+from gtrain.errors import ConfigError
 from gtrain.launch.children import Child, ProcessSpec, fork
-from gtrain.launch.roles import STORE, RolePlan
-from gtrain.launch.slot import LOOPBACK, WORKER, JobContext, ServerRoster, Slot
+from gtrain.launch.slot import WORKER, JobBase, JobContext, ServerRoster, Slot
 from gtrain.launch.sockets import Listener, listen_here, listen_tcp, own_address
+from gtrain.settings import part
 
 SERVER = "gtrain.strategy.server:run"  # the task of a server process, which calls the function of its role
 STORE_SERVER = "gtrain.launch.job_store:serve_store"
+STORE = "store"
 
 
 @dataclass
-class Job:
-    """A job, or one machine's share of it.
+class Job(JobBase):
+    """A job, or one machine's share of it, as its agent sees it.
 
     Attributes:
-        num_nodes: machines of the job.
-        devices: workers per machine.
-        log_dir: folder of the logs.
         machine: number of this machine; None if this machine simulates all of them.
-        host: host name of the job's key-value store.
-        port: port of the store.
-        route: how other machines reach the store; their own addresses lie on the same network.
         store: the store's listening sockets, if this machine serves it.
-        store_address: how this machine's processes reach the store.
         roles: the servers, and how often a worker is restarted.
         config: the configuration of the servers.
         key_file: path of the job's key file.
         end_descriptor: becomes readable when the job is over; for an agent that has only servers.
         line: a connection to the key-value store, which closes when the job ends.
         result: descriptor of the file for rank 0's return value, or None.
-        attempt: how many times the job was started before.
         listeners: the sockets of the servers.
         memories: descriptors of the files in which restarted servers keep their state.
         children: the processes, one per specification.
-        roster: the addresses of the servers.
     """
 
-    num_nodes: int
-    devices: int
-    log_dir: Path
     machine: int | None = None
-    host: str = LOOPBACK
-    port: int = 0
-    route: str = LOOPBACK
     store: Sequence[Listener] = ()
-    store_address: str = ""
     roles: Sequence[RolePlan] = ()
     config: Any = None
     key_file: str | None = None
     end_descriptor: int | None = None
     line: socket.socket | None = None
     result: int | None = None
-    attempt: int = 0
     listeners: list[Listener] = field(default_factory=list)
     memories: list[int] = field(default_factory=list)
     children: list[Child] = field(default_factory=list)
-    roster: ServerRoster = field(default_factory=ServerRoster)
 
     def size(self, role: str) -> int:
         """Return the number of processes of a role in the whole job."""
-        return self.num_nodes * self.devices if role == WORKER else self.roster.counts.get(role, 1)
+        return self.world_size if role == WORKER else self.roster.counts.get(role, 1)
 
     @property
     def lasting(self) -> list[Child]:
@@ -83,10 +66,10 @@ def process_specs(job: Job, task: str | Callable[..., Any], args: Sequence[Any])
     If rank 0 may be restarted, a separate process serves the key-value store.
     """
     specs = server_specs(job)
-    restarts = role_plans.restarts_of(job.roles, WORKER)
+    restarts = restarts_of(job.roles, WORKER)
     if restarts and job.store:
         specs.append(ProcessSpec(Slot(STORE, 0, job.machine or 0, 0), STORE_SERVER, serves_store=True))
-    for slot in role_plans.worker_slots(job.num_nodes, job.devices, job.machine):
+    for slot in worker_slots(job.num_nodes, job.devices, job.machine):
         serves = slot.rank == 0 and not restarts and bool(job.store)
         first = slot.rank == 0
         result = job.result if first else None
@@ -98,14 +81,14 @@ def process_specs(job: Job, task: str | Callable[..., Any], args: Sequence[Any])
 
 def server_specs(job: Job) -> list[ProcessSpec]:
     """Return the servers that this agent starts; binds their sockets and sets ``job.roster``."""
-    slots = role_plans.server_slots(job.roles, job.num_nodes, job.machine)
+    slots = server_slots(job.roles, job.num_nodes, job.machine)
     specs = [server_spec(job, slot, plan) for slot, plan in slots]
     addresses: dict[str, tuple[str, ...]] = {}
     for spec in specs if job.machine is None else ():  # addresses on other machines are not known here
         assert spec.listener is not None
         addresses[spec.slot.role] = (*addresses.get(spec.slot.role, ()), spec.listener.address)
     standalone = frozenset(plan.name for plan in job.roles if plan.by_hand)
-    job.roster = ServerRoster(role_plans.counts_of(job.roles), addresses, job.key_file, standalone)
+    job.roster = ServerRoster(counts_of(job.roles), addresses, job.key_file, standalone)
     return specs
 
 
@@ -144,23 +127,72 @@ def start(job: Job, spec: ProcessSpec, restarts: int, *not_inherited: int) -> Ch
 
     def context(report_fd: int) -> JobContext:
         return JobContext(
+            **vars(part(JobBase, job)),
             slot=spec.slot,
-            num_nodes=job.num_nodes,
-            devices=job.devices,
-            port=job.port,
             store_fds=store_fds if spec.serves_store else (),
-            store_address=job.store_address,
             report_fd=report_fd,
-            log_dir=job.log_dir,
-            host=job.host,
-            route=job.route,
             simulated=job.machine is None,
             restarts=restarts,
-            attempt=job.attempt,
             descriptor=spec.listener.descriptor if spec.listener is not None else None,
             address=spec.listener.address if spec.listener is not None else None,
             lasting_file=spec.lasting_file,
-            roster=job.roster,
         )
 
     return fork(spec, context, [*to_close, *not_inherited], restarts)
+
+
+# ---------------------------------------------------------------------------------------------- roles and machines
+
+
+def restarts_of(plans: Iterable[RolePlan], role: str) -> int:
+    """Return how often a process of this role may be restarted."""
+    return next((plan.restarts for plan in plans if plan.name == role), 0)
+
+
+def counts_of(plans: Iterable[RolePlan]) -> Mapping[str, int]:
+    """Return the number of servers of each role."""
+    return {plan.name: plan.count for plan in plans if plan.name != WORKER}
+
+
+def worker_slots(num_nodes: int, devices: int, machine: int | None) -> list[Slot]:
+    """Return the workers of one machine, or of all machines if ``machine`` is None."""
+    machines = range(num_nodes) if machine is None else (machine,)
+    return [Slot(WORKER, node * devices + local, node, local) for node in machines for local in range(devices)]
+
+
+def machine_of_server(rank: int, count: int, machines: int) -> int:
+    """Return the machine of server ``rank`` of ``count``: contiguous ranks, spread evenly over the machines."""
+    return rank * machines // count
+
+
+def server_slots(plans: Iterable[RolePlan], machines: int, machine: int | None) -> list[tuple[Slot, RolePlan]]:
+    """Return the servers that the agent of one machine starts, or of all machines if ``machine`` is None."""
+    slots: list[tuple[Slot, RolePlan]] = []
+    for plan in plans:
+        placed: dict[int, int] = {}  # servers of the role by machine
+        for rank in range(0 if plan.by_hand or plan.name == WORKER else plan.count):
+            node = machine_of_server(rank, plan.count, machines)
+            local = placed.get(node, 0)
+            placed[node] = local + 1
+            if machine in (None, node):
+                slots.append((Slot(plan.name, rank, node, local), plan))
+    return slots
+
+
+def check_shape(num_nodes: int, devices: int, machine: int | None) -> None:
+    """Refuse a job without ranks, and a machine number out of range.
+
+    Raises:
+        ConfigError: with the arithmetic.
+    """
+    if num_nodes < 1 or devices < 1:
+        raise ConfigError(
+            f"num_nodes={num_nodes} and devices={devices} were set; both must be at least 1.",
+            hint="ranks = num_nodes * devices.",
+        )
+    if machine is not None and not 0 <= machine < num_nodes:
+        raise ConfigError(
+            f"cluster.rank={machine} was set; trainer.num_nodes={num_nodes} machines have the ranks 0 to "
+            f"{num_nodes - 1}.",
+            hint="number the machines differently, from 0, and set the same trainer.num_nodes on all.",
+        )

@@ -18,8 +18,8 @@ from gtrain.launch import launchers
 from gtrain.launch import slot as slots
 from gtrain.launch.children import stop_event
 from gtrain.launch.environment import AgentEnvironment, find_environment
+from gtrain.launch.job import machine_of_server
 from gtrain.launch.key_value import KeyValueServer, KeyValueStore, await_end
-from gtrain.launch.roles import machine_of_server
 from gtrain.launch.slot import WORKER, Slot
 from gtrain.launch.sockets import Listener, is_loopback, own_address
 

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gtrain.backends import RolePlan
 from gtrain.errors import GtrainError, RankFailedError
 from gtrain.launch.agent import run
 from gtrain.launch.children import GRACE_SECONDS, die_with_parent
-from gtrain.launch.job import Job, server_specs
+from gtrain.launch.job import Job, server_slots, server_specs
 from gtrain.launch.launchers.base import RankInfo
-from gtrain.launch.roles import RolePlan, server_slots
 
 
 class Keeper:
@@ -101,7 +101,19 @@ def _run_keeper(rank: int, pipe: int, rank_info: RankInfo, plans: Sequence[RoleP
         # The first line starts the servers; an empty object, or the end of the pipe, means that none are needed.
         message = json.loads(os.read(pipe, 65536).split(b"\n")[0] or b"{}")
         if message:
-            job = _job(rank_info, plans, config, message, pipe)
+            job = Job(
+                num_nodes=rank_info.machines,
+                devices=rank_info.local_size,
+                log_dir=Path(message["log_dir"]),
+                machine=rank_info.machine,
+                host=message["host"],
+                store_address=message["store"],
+                route=message["host"],
+                roles=plans,
+                config=config,
+                key_file=message["key_file"],
+                end_descriptor=pipe,
+            )
             run(job, lambda: server_specs(job))
     except SystemExit:
         code = 1
@@ -112,22 +124,6 @@ def _run_keeper(rank: int, pipe: int, rank_info: RankInfo, plans: Sequence[RoleP
         _end_rank(rank)
     finally:
         os._exit(code)
-
-
-def _job(rank_info: RankInfo, plans: Sequence[RolePlan], config: Any, message: dict[str, Any], pipe: int) -> Job:
-    return Job(
-        num_nodes=rank_info.machines,
-        devices=rank_info.local_size,
-        log_dir=Path(message["log_dir"]),
-        machine=rank_info.machine,
-        host=message["host"],
-        store_address=message["store"],
-        route=message["host"],
-        roles=plans,
-        config=config,
-        key_file=message["key_file"],
-        end_descriptor=pipe,
-    )
 
 
 def _end_rank(rank: int) -> None:

@@ -46,34 +46,29 @@ class KeyValueServer:
     def _answer_all(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, ValueError):
             while True:
-                _send(connection, self._answer(*_receive(connection)))
+                _send(connection, self._answer(_receive(connection)))
 
-    def _answer(self, what: str, *arguments: Any) -> Any:
+    def _answer(self, request: list[Any]) -> Any:
         with self._changed:
-            if what == "set":
-                key, value = arguments
-                self._put(key, value)
-                return None
-            if what == "add":
-                key, number = arguments
-                self._put(key, str(int(self._values.get(key, b"0")) + number).encode())
-                return int(self._values[key])
-            if what == "compare_set":
-                key, expected, value = arguments
-                if self._values.get(key, b"") == expected:
-                    self._put(key, value)
-                return self._values.get(key, b"")
-            if what == "check":
-                return all(key in self._values for key in arguments[0])
-            if what == "get":
-                keys, seconds = arguments
-                self._changed.wait_for(lambda: all(key in self._values for key in keys), seconds)
-                return [self._values.get(key) for key in keys]
-        raise ValueError(what)
+            match request:
+                case "set", key, value:
+                    return self._put(key, value)
+                case "add", key, number:
+                    return int(self._put(key, str(int(self._values.get(key, b"0")) + number).encode()))
+                case "compare_set", key, expected, value:
+                    present = self._values.get(key, b"")
+                    return self._put(key, value) if present == expected else present
+                case "check", keys:
+                    return all(key in self._values for key in keys)
+                case "get", keys, seconds:
+                    self._changed.wait_for(lambda: all(key in self._values for key in keys), seconds)
+                    return [self._values.get(key) for key in keys]
+        raise ValueError(request)
 
-    def _put(self, key: str, value: bytes) -> None:
+    def _put(self, key: str, value: bytes) -> bytes:
         self._values[key] = value
         self._changed.notify_all()
+        return value
 
 
 class KeyValueStore:

@@ -112,28 +112,26 @@ def _connect(address: str, key_file: str | None, timeout_seconds: float) -> sock
     return _connect(pointer, None, timeout_seconds)
 
 
-def _pointer(connection: socket.socket) -> str | None:
-    """Read the Unix socket's address that a process without keys sends at its TCP port."""
+def _receive(connection: socket.socket, most: int) -> bytes:
+    """Receive up to the end of a line, of the connection, or of ``most`` bytes."""
     content = b""
-    while not content.endswith(b"\n") and len(content) < _LONGEST_POINTER:
-        some = connection.recv(_LONGEST_POINTER - len(content))
-        if not some:
-            break
+    while len(content) < most and not content.endswith(b"\n") and (some := connection.recv(most - len(content))):
         content += some
     if not content:
         raise ConnectionResetError("the connection was closed")
+    return content
+
+
+def _pointer(connection: socket.socket) -> str | None:
+    """Read the Unix socket's address that a process without keys sends at its TCP port."""
+    content = _receive(connection, _LONGEST_POINTER)
     text = content.removesuffix(b"\n").removeprefix(_POINTER).decode("ascii", "replace")
     return text if content.startswith(_POINTER) and text.startswith("ipc://") else None
 
 
 def _expect_welcome(connection: socket.socket) -> None:
     """Wait until the other end confirms that it accepted this process."""
-    content = b""
-    while len(content) < len(_WELCOME):
-        some = connection.recv(len(_WELCOME) - len(content))
-        if not some:
-            raise ConnectionResetError("the connection was closed")
-        content += some
+    content = _receive(connection, len(_WELCOME))
     if content != _WELCOME:
         theirs, mine = (text.decode("ascii", "replace").strip() for text in (content, _WELCOME))
         raise RefusedConnectionError(
@@ -258,11 +256,9 @@ def _check_user(connection: socket.socket, name: str) -> None:
 
 def _is_refusal(error: Exception) -> bool:
     """Whether an error means that one end rejected the other's certificate or does not speak TLS."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return True
-    return isinstance(error, ssl.SSLError) and any(
-        word in str(error).upper() for word in ("ALERT", "WRONG_VERSION", "UNKNOWN_PROTOCOL", "HTTP_REQUEST")
-    )
+    signs = ("ALERT", "WRONG_VERSION", "UNKNOWN_PROTOCOL", "HTTP_REQUEST")
+    is_alert = isinstance(error, ssl.SSLError) and any(sign in str(error).upper() for sign in signs)
+    return is_alert or isinstance(error, ssl.SSLCertVerificationError)
 
 
 @functools.lru_cache(maxsize=8)

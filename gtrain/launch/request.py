@@ -17,16 +17,18 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from omegaconf import DictConfig
 
-from gtrain import backends, config, errors, keys
+from gtrain import backends, config, keys
 from gtrain.backends import RolePlan
-from gtrain.errors import ConfigError, GtrainError, PeerLostError, RankFailedError
+from gtrain.errors import ConfigError, GtrainError, PeerLostError, RankFailedError, restored
+from gtrain.launch import slot
 from gtrain.launch.agent import preload
-from gtrain.launch.children import PRELOAD, die_with_parent
+from gtrain.launch.children import PRELOAD, die_with_parent, fork_with_pipe
 from gtrain.run import runs
 
 TASK = "gtrain.run.task:run"
@@ -111,13 +113,7 @@ class JobRequest:
             GtrainError: a check failed.
         """
         preload()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        read_end, write_end = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            _run_preflight(write_end, cfg, self.choices, self.overrides)
-        os.close(write_end)
+        pid, read_end = fork_with_pipe(partial(_run_preflight, cfg, self.choices, self.overrides))
         content = b""
         try:
             with open(read_end, "rb", buffering=0) as pipe:
@@ -128,8 +124,7 @@ class JobRequest:
                 os.kill(pid, signal.SIGKILL)  # in case it hangs
             os.waitpid(pid, 0)
         if content:
-            refusal = json.loads(content)
-            raise getattr(errors, refusal["type"], GtrainError)(refusal["message"], hint=refusal["hint"])
+            raise restored(json.loads(content))
 
     def run_restarting(self, run: Callable[[int], Any]) -> Any:
         """Run the job; if a rank is killed, run it again from its last checkpoint, ``cluster.max_restarts`` times.
@@ -181,7 +176,7 @@ class JobRequest:
             raise
 
 
-def _run_preflight(write_end: int, cfg: DictConfig, choices: dict[str, str], overrides: Sequence[str]) -> NoReturn:
+def _run_preflight(cfg: DictConfig, choices: dict[str, str], overrides: Sequence[str], write_end: int) -> NoReturn:
     """Run the checks and report a refusal; any other error occurs again in a rank, which has a log."""
     try:
         die_with_parent(os.getppid())
@@ -192,8 +187,7 @@ def _run_preflight(write_end: int, cfg: DictConfig, choices: dict[str, str], ove
         typed = [override.lstrip("+~").partition("=")[0] for override in overrides]
         importlib.import_module(PREFLIGHT).check(config.plain(cfg), choices, typed)
     except GtrainError as error:
-        refusal = {"type": type(error).__name__, "message": error.message, "hint": error.hint}
-        with open(write_end, "wb", closefd=False) as pipe:
-            pipe.write(json.dumps(refusal).encode())
+        with open(write_end, "w", closefd=False) as pipe:
+            json.dump(slot.describe(error), pipe)
     finally:
         os._exit(0)

@@ -18,6 +18,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def _is_importable(module: types.ModuleType, name: str) -> bool:
         return True  # a compiled module, or a namespace package: it can only be imported
     path: Sequence[str] | None = None
     spec: importlib.machinery.ModuleSpec | None = None
-    for part in _parents(name):
+    for part in accumulate(name.split("."), "{}.{}".format):
         finders: list[Any] = [importlib.machinery.PathFinder, *sys.meta_path[::-1]]
         specs = (finder.find_spec(part, path) for finder in finders if _is_in_every_interpreter(finder))
         spec = next((candidate for candidate in specs if candidate is not None), None)
@@ -176,12 +177,6 @@ def _is_importable(module: types.ModuleType, name: str) -> bool:
         path = spec.submodule_search_locations
     assert spec is not None
     return origin is None or spec.origin is None or os.path.realpath(spec.origin) == os.path.realpath(origin)
-
-
-def _parents(name: str) -> Iterator[str]:
-    """``a``, ``a.b`` and ``a.b.c`` for ``a.b.c``."""
-    parts = name.split(".")
-    yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
 
 
 def _is_in_every_interpreter(finder: Any) -> bool:

@@ -56,52 +56,61 @@ class ServerRoster:
     standalone: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
-class JobContext:
-    """The data that a forked process has of its slot, its job and its agent.
+@dataclass
+class JobBase:
+    """The data that the agent and every process have of their job.
 
     Attributes:
-        slot: this process.
         num_nodes: machines of the job.
         devices: workers per machine.
-        port: port of the job's key-value store.
-        store_fds: listening sockets of the store in the process that serves it, empty elsewhere.
-        report_fd: write end of the pipe to the agent; one JSON object per line.
         log_dir: folder of the logs.
-        store_address: how this process reaches the store; see :func:`gtrain.launch.links.connect`.
-        host: host name of the store's machine.
-        route: how other machines reach it; a loopback address if the whole job is on this machine.
-        simulated: whether this machine simulates all machines of the job.
-        restarts: how many times the agent has restarted this slot.
+        host: host name of the machine of the job's key-value store.
+        port: port of the store.
+        route: how other machines reach the store; a loopback address if the whole job is on this machine.
+        store_address: how this machine's processes reach the store; see :func:`gtrain.launch.links.connect`.
         attempt: how many times the whole job was started before; see :func:`attempt`.
-        descriptor: the listening socket of a server, bound before the fork; None for a worker.
-        address: the address of that socket; None for a worker.
-        lasting_file: a file that outlives this process, see :class:`gtrain.launch.children.ProcessSpec`.
         roster: the servers of the job.
     """
 
-    slot: Slot
     num_nodes: int
     devices: int
-    port: int
-    store_fds: tuple[int, ...]
-    report_fd: int
     log_dir: Path
-    store_address: str = ""
     host: str = LOOPBACK
+    port: int = 0
     route: str = LOOPBACK
-    simulated: bool = True
-    restarts: int = 0
+    store_address: str = ""
     attempt: int = 0
-    descriptor: int | None = None
-    address: str | None = None
-    lasting_file: int | None = None
     roster: ServerRoster = field(default_factory=ServerRoster)
 
     @property
     def world_size(self) -> int:
         """Number of workers of the job."""
         return self.num_nodes * self.devices
+
+
+@dataclass(kw_only=True)
+class JobContext(JobBase):
+    """The data that a forked process has of its slot and its agent, in addition to :class:`JobBase`.
+
+    Attributes:
+        slot: this process.
+        store_fds: listening sockets of the store in the process that serves it, empty elsewhere.
+        report_fd: write end of the pipe to the agent; one JSON object per line.
+        simulated: whether this machine simulates all machines of the job.
+        restarts: how many times the agent has restarted this slot.
+        descriptor: the listening socket of a server, bound before the fork; None for a worker.
+        address: the address of that socket; None for a worker.
+        lasting_file: a file that outlives this process, see :class:`gtrain.launch.children.ProcessSpec`.
+    """
+
+    slot: Slot
+    store_fds: tuple[int, ...]
+    report_fd: int
+    simulated: bool = True
+    restarts: int = 0
+    descriptor: int | None = None
+    address: str | None = None
+    lasting_file: int | None = None
 
 
 _context: JobContext | None = None
@@ -148,16 +157,6 @@ def report(kind: str, **fields: Any) -> None:
         os.write(_context.report_fd, (json.dumps({"kind": kind, **fields}) + "\n").encode())
 
 
-def report_may_be_lost(may: bool = True) -> None:
-    """Tell the agent whether the job can continue without this machine's workers if this process dies."""
-    report("may be lost", value=may)
-
-
-def report_joined() -> None:
-    """Tell the agent that this process takes part in the job now, and is not restarted if it dies."""
-    report("joined")
-
-
 def print_line(text: str) -> None:
     """Have the agent print a line to the terminal; only rank 0 writes there itself."""
     report("say", text=text)
@@ -182,6 +181,7 @@ def describe(exception: BaseException) -> dict[str, Any]:
         "hint": exception.hint if isinstance(exception, GtrainError) else None,
         "user": user,
         "echo": _is_echo(exception),
+        "external": getattr(exception, "external", False),
     }
 
 

@@ -261,8 +261,7 @@ def _lightning_module(target: type[pl.LightningModule], settings: dict[str, Any]
             arguments[key] = optional(arguments[key], f"model.{key}")
     if arguments.get("class_weights") is not None:
         arguments["class_weights"] = _class_weights(arguments["class_weights"], store)
-    module: pl.LightningModule = make(arguments, "model")
-    return module
+    return make(arguments, "model")
 
 
 def _network_settings(target: Any, settings: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:

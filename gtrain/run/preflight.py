@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.resources
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from gtrain.errors import ConfigError
 from gtrain.run import build
 from gtrain.run.sketch import ModelSketch, has_plain_constructor, make_trainer
 from gtrain.run.task import Task, data_module
-from gtrain.settings import as_typed
+from gtrain.settings import as_typed, nested
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.base import GraphStrategy
 
@@ -54,8 +54,9 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
         return
     strategy, checkpoint = job.make_strategy(), _find_checkpoint(job)
     targets.check_objects(config, build.find_target)
-    for key, node in _targets({key: config[key] for key in ("model", "callbacks", "logger")}):
-        _check_target(key, node)
+    for key, node in nested({key: config[key] for key in ("model", "callbacks", "logger")}):
+        if isinstance(node, dict) and node.get("_target_") is not None:
+            _check_target(key, node)
     sketch = ModelSketch(config, data)
     _check_strategy(strategy, sketch, job.model_name, typed)
     strategy.serves.check_parts(strategy.strategy_name, data.num_parts, ranks)
@@ -130,15 +131,6 @@ def check_folder(folder: Path, key: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- targets
-
-
-def _targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the key and the node of every ``_target_`` in the configuration."""
-    if isinstance(node, dict):
-        if node.get("_target_") is not None:
-            yield path, node
-        for key, value in node.items():
-            yield from _targets(value, f"{path}.{key}" if path else str(key))
 
 
 def _check_target(key: str, node: dict[str, Any]) -> None:

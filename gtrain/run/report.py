@@ -138,12 +138,8 @@ def write(path: Path, content: dict[str, Any]) -> None:
 def print_summary(content: dict[str, Any], run_dir: Path) -> None:
     """Print the metrics and the time of the run, then the memory and the bytes of each rank."""
     console = Console()
-    result = Table(
-        title=f"strategy={content['strategy']} data={content['data']} model={content['model']}", title_justify="left"
-    )
-    result.add_column("result")
-    for heading in ("value", "after epoch"):
-        result.add_column(heading, justify="right")
+    title = f"strategy={content['strategy']} data={content['data']} model={content['model']}"
+    result = _table("value", "after epoch", names="result", title=title)
     for name, value in content["metrics"].items():
         best_possible = name.startswith("data/")
         epoch = "expected best" if best_possible else _epoch(content["metrics_epoch"].get(name))
@@ -163,6 +159,14 @@ def print_summary(content: dict[str, Any], run_dir: Path) -> None:
     console.print(f"run folder: {run_dir}", highlight=False, soft_wrap=True)
 
 
+def _table(*numbers: str, names: str | None = None, title: str | None = None) -> Table:
+    """Return an empty table with the headings of a column of names, if there is one, and of columns of numbers."""
+    table = Table(*([] if names is None else [names]), title=title, title_justify="left")
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
+
+
 def _score(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
@@ -175,10 +179,10 @@ def _epoch(epoch: int | None) -> str:
 def _rank_table(ranks: list[dict[str, Any]]) -> Table:
     """Return the table of memory, bytes and time of each rank, with the lower bound of the bytes if a rank has one."""
     bounded = any(rank["comm_bound_bytes"] is not None for rank in ranks)
-    table = Table()
-    lower_bound = ("lower bound MiB",) * bounded
-    for heading in ("rank", "peak MiB", "imports MiB", "sent MiB", *lower_bound, "received MiB", "waiting s", "CPU s"):
-        table.add_column(heading, justify="right")
+    bound_heading = ("lower bound MiB",) * bounded
+    table = _table(
+        *("rank", "peak MiB", "imports MiB", "sent MiB", *bound_heading, "received MiB", "waiting s", "CPU s")
+    )
     for rank in ranks:
         bound = rank["comm_bound_bytes"]
         table.add_row(
@@ -197,11 +201,8 @@ def _rank_table(ranks: list[dict[str, Any]]) -> Table:
 def print_partition(store: Store) -> None:
     """Print the result of ``gtrain partition``: edge cut, sizes and balance of the parts, counts of each type."""
     partition, console = store.manifest.partition, Console()
-    table = Table(
-        title=f"{store.num_nodes:,} nodes, {store.num_edges:,} edges in {store.num_parts} parts", title_justify="left"
-    )
-    for heading in ("part", "nodes", "edges", "train nodes", "halo nodes"):
-        table.add_column(heading, justify="right")
+    title = f"{store.num_nodes:,} nodes, {store.num_edges:,} edges in {store.num_parts} parts"
+    table = _table("part", "nodes", "edges", "train nodes", "halo nodes", title=title)
     columns = (partition.nodes, partition.edges, partition.train_nodes, partition.halo)
     for part, row in enumerate(zip(*columns, strict=True)):
         table.add_row(str(part), *(f"{value:,}" for value in row))
@@ -223,14 +224,12 @@ def print_partition(store: Store) -> None:
 def _type_tables(store: Store) -> tuple[Table, Table]:
     """Return the tables of node types, with the nodes in each part, and of edge types, with the edges that are cut."""
     partition = store.manifest.partition
-    nodes, edges = Table("node type"), Table("edge type")
-    for heading in ("nodes", *(f"part {part}" for part in range(store.num_parts)), "largest / mean"):
-        nodes.add_column(heading, justify="right")
+    parts = (f"part {part}" for part in range(store.num_parts))
+    nodes = _table("nodes", *parts, "largest / mean", names="node type")
     for node_type, counts in partition.nodes_by_type.items():
         balance = max(counts) * len(counts) / max(sum(counts), 1)
         nodes.add_row(Text(node_type), f"{sum(counts):,}", *(f"{count:,}" for count in counts), f"{balance:.3f}")
-    for heading in ("edges", "edge cut"):
-        edges.add_column(heading, justify="right")
+    edges = _table("edges", "edge cut", names="edge type")
     for key, spec in store.manifest.edge_types.items():
         cut = partition.edge_cut_by_type[key]
         share = f"{cut:,} ({cut / max(spec.num_edges, 1):.1%})"

@@ -31,10 +31,9 @@ _FEW, _MANY = 16, 100_000  # a graph of more than _MANY nodes is sketched with _
 def sketch_model(config: dict[str, Any], data: GraphDataModule) -> pl.LightningModule | None:
     """Return the sketch of a job's model; None if the model can be built only with the graph."""
     try:
-        model: pl.LightningModule | None = ModelSketch(config, data).model
+        return ModelSketch(config, data).model
     except GtrainError:  # a rank raises it again, unless the graph is refused first
         return None
-    return model
 
 
 class _OutlineStore:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
 from gtrain.kernel_cache import find_cache
 from gtrain.launch import slot as slots
-from gtrain.launch.environment import ranks_on_this_machine
+from gtrain.launch.environment import divide_cores, ranks_on_this_machine
 from gtrain.model.classification import default_score
 from gtrain.model.inputs import weight_demand, zero_demand
 from gtrain.model.kinds import kind
@@ -52,7 +51,7 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> float | None:
         The best monitored score of a training, which a sweeper optimises; else None.
     """
     _silence_lightning()
-    _set_threads()
+    divide_cores(ranks_on_this_machine())
     find_cache()
     config = plain(cfg)
     if config["verb"] != "partition":
@@ -191,8 +190,7 @@ class Task:
 
     def make_strategy(self) -> GraphStrategy:
         settings = {key: value for key, value in self.config["strategy"].items() if key != "name"}
-        strategy: GraphStrategy = backends.get(self.choices["strategy"]).load_strategy()(**settings)
-        return strategy
+        return backends.get(self.choices["strategy"]).load_strategy()(**settings)
 
     def checkpoint(self) -> Path | None:
         """Return the checkpoint to resume from, or to test; None if none is set."""
@@ -280,13 +278,6 @@ def _best(trainer: pl.Trainer) -> report.BestScore | None:
     if not isinstance(callback, ModelCheckpoint) or callback.monitor is None or callback.best_model_score is None:
         return None
     return report.BestScore(callback.monitor, float(callback.best_model_score), getattr(callback, "best_epoch", None))
-
-
-def _set_threads() -> None:
-    """Divide the cores among the ranks of this machine, unless ``OMP_NUM_THREADS`` is set."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // ranks_on_this_machine()))
 
 
 def _silence_lightning() -> None:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch_geometric.data import Data, HeteroData
+from torchmetrics import Metric
 
 from gtrain.backends import FULL_PRECISION, UNEQUAL_STEPS, Serves, Traits, get, not_honoured, serving
 from gtrain.config import StrategyConfig
@@ -45,7 +46,6 @@ from gtrain.protocols import DrawsNegatives, StoreData, data_of, network_of, tra
 from gtrain.settings import parameters, pop_settings, signature_of
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy import trainer_checks
-from gtrain.strategy.collectives import GroupCollectives
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.gradients import average_statistics, sum_gradients
 from gtrain.strategy.group import Group, form_group
@@ -66,7 +66,7 @@ def _parameters(config: type[StrategyConfig]) -> list[inspect.Parameter]:
     return [*every.values(), *shared, inspect.Parameter("lightning", inspect.Parameter.VAR_KEYWORD)]
 
 
-class GraphStrategy(GroupCollectives):
+class GraphStrategy(ParallelStrategy):
     """A Lightning strategy whose ranks each hold a part of a partitioned graph.
 
     Args:
@@ -119,7 +119,6 @@ class GraphStrategy(GroupCollectives):
         self._exact: ExactDropout | None = None
         self.counters = Counters()
         self.group = Group(counters=self.counters)
-        self._num_nodes = 1
         self._group_formed = self._accumulating = False
         self._shards: dict[Path, Any] = {}
         self.trainer: pl.Trainer | None = None
@@ -193,14 +192,8 @@ class GraphStrategy(GroupCollectives):
 
     # ------------------------------------------------------------------------ machines, ranks and devices
 
-    @property
-    def num_nodes(self) -> int:
-        """Machines of the job (``Trainer(num_nodes=...)``)."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, value: int) -> None:
-        self._num_nodes = value
+    num_nodes: int = 1
+    """Machines of the job; Lightning sets it to ``Trainer(num_nodes=...)``."""
 
     @property
     def num_processes(self) -> int:
@@ -367,7 +360,7 @@ class GraphStrategy(GroupCollectives):
 
     def joined(self) -> None:
         """Report that this rank has joined the group: if it dies from now on, it must not be restarted."""
-        slots.report_joined()
+        slots.report("joined")
 
     def say(self, text: str) -> None:
         """Print a line to the terminal, through the agent."""
@@ -385,7 +378,37 @@ class GraphStrategy(GroupCollectives):
 
         The machine's servers keep running. Launchers other than gtrain's agent ignore this and end the job.
         """
-        slots.report_may_be_lost(may)
+        slots.report("may be lost", value=may)
+
+    # ------------------------------------------------------------------------ collectives, on the group of the ranks
+
+    def barrier(self, name: str | None = None) -> None:
+        self.group.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.group.broadcast_object(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or self.world_size == 1:
+            return tensor
+        op = (reduce_op if isinstance(reduce_op, str) else getattr(reduce_op, "name", "sum")).lower()
+        value = tensor.clone() if tensor.is_floating_point() else tensor.to(torch.float64)
+        return self.group.all_reduce(value, op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if sync_grads and self.world_size > 1:
+            raise ConfigError(
+                f"all_gather(sync_grads=True) is not supported by strategy={self.strategy_name}.",
+                hint="gather without gradients, or let the loss be local: gradients are summed over the ranks.",
+            )
+        return torch.stack(self.group.all_gather(tensor))
+
+    def _synchronise_metrics(self, module: Module) -> None:
+        """Have every torchmetrics metric gather over the group instead of torch's default group."""
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                metric.distributed_available_fn = lambda: self.world_size > 1
+                metric.dist_sync_fn = lambda tensor, group=None: self.group.all_gather(tensor)
 
     # ------------------------------------------------------------------------ batches
 

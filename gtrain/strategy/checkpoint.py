@@ -409,16 +409,17 @@ def _plain(value: Any, where: str) -> Any:
         value: the state.
         where: path of ``value`` in the checkpoint, for messages.
     """
-    if isinstance(value, Mapping):
-        optional = where.endswith("hyper_parameters")
-        return {k: _plain(v, f"{where}.{k}") for k, v in value.items() if not optional or _is_plain(v, f"{where}.{k}")}
-    if isinstance(value, (list, tuple)):
-        items = [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, np.generic):
-        return value.item()
+    match value:
+        case Mapping():
+            every = not where.endswith("hyper_parameters")
+            return {k: _plain(v, f"{where}.{k}") for k, v in value.items() if every or _is_plain(v, f"{where}.{k}")}
+        case list() | tuple():
+            items = [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+            return items if isinstance(value, list) else tuple(items)
+        case os.PathLike():
+            return os.fspath(value)
+        case np.generic():
+            return value.item()
     if isinstance(value, _PLAIN):
         return value
     raise CheckpointError(

@@ -23,14 +23,6 @@ class Meter(Protocol):
         """Recording stops."""
 
 
-def no_span(name: str) -> AbstractContextManager[Any]:
-    """Return a span that is not recorded."""
-    return _NO_SPAN
-
-
-_NO_SPAN = nullcontext()
-
-
 @dataclass
 class Counters:
     """Communication of one rank while :attr:`recording`.
@@ -54,7 +46,7 @@ class Counters:
     wait_seconds: float = 0.0
     recording: bool = False
     meters: list[Meter] = field(default_factory=list, repr=False, compare=False)
-    span: Callable[[str], AbstractContextManager[Any]] = field(default=no_span, repr=False, compare=False)
+    span: Callable[[str], AbstractContextManager[Any]] = field(default=nullcontext, repr=False, compare=False)
 
     def start(self) -> None:
         """Start to count, when a training epoch starts or continues."""
@@ -99,12 +91,12 @@ class Counters:
 
 def rss_bytes() -> int:
     """Return the resident set size of this process in bytes."""
-    return _status("VmRSS")
+    return _status(rb"VmRSS")
 
 
 def peak_rss_bytes() -> int:
     """Return the peak resident set size of this process in bytes."""
-    return _status("VmHWM")
+    return _status(rb"VmHWM")
 
 
 def cpu_seconds() -> float:
@@ -147,14 +139,11 @@ class PeakMemory:
 
 def anonymous_bytes() -> int:
     """Return the resident memory of this process that is not backed by a file, shared memory included, in bytes."""
+    return _status(rb"Rss(?:Anon|Shmem)")
+
+
+def _status(names: bytes) -> int:
+    """Return the sum of the entries of ``/proc/PID/status`` whose names match, in bytes."""
     with open(f"/proc/{os.getpid()}/status", "rb") as status:
         text = status.read()
-    return sum(int(kib) for kib in re.findall(rb"^Rss(?:Anon|Shmem):\s+(\d+)", text, re.MULTILINE)) * 1024
-
-
-def _status(name: str) -> int:
-    with open(f"/proc/{os.getpid()}/status") as status:
-        for line in status:
-            if line.startswith(name):
-                return int(line.split()[1]) * 1024
-    return 0
+    return sum(int(kib) for kib in re.findall(rb"^" + names + rb":\s+(\d+)", text, re.MULTILINE)) * 1024

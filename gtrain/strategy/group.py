@@ -11,6 +11,7 @@ unpickled. Sums are taken in rank order, so all ranks and all runs get bit-ident
 from __future__ import annotations
 
 import atexit
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,10 +25,10 @@ from gtrain.launch import slot as slots
 from gtrain.launch.environment import AgentEnvironment
 from gtrain.strategy import plain_data
 from gtrain.strategy.counters import Counters
-from gtrain.strategy.membership import GroupFormation, Membership
+from gtrain.strategy.membership import GroupFormation
 from gtrain.strategy.mesh import Mesh, PendingMessage
 
-_OPS: dict[str, Callable[[Tensor, Tensor], object]] = {
+_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": lambda total, part: total.add_(part),
     "mean": lambda total, part: total.add_(part),
     "avg": lambda total, part: total.add_(part),
@@ -110,21 +111,21 @@ class Group:
             raise PeerLostError("this group cannot be formed again")
         self.close()
         if self.incarnation < 0:
-            self._formation.come_back()
-        self.join(self._formation.meet(self.incarnation))
+            self._formation.announce("back")
+        self.join(*self._formation.meet(self.incarnation))
 
     def leave(self) -> None:
         """Leave the group, which the others form again without this rank; this rank is alone from then on."""
         self.close()
         if self._formation is not None:
-            self._formation.leave()
+            self._formation.announce("left")
         self.rank, self.size, self._formation = 0, 1, None
 
-    def join(self, membership: Membership) -> None:
+    def join(self, incarnation: int, members: tuple[int, ...], mesh: Mesh | None) -> None:
         """Become a member of an incarnation of the group."""
         assert self._formation is not None
-        self.incarnation, self._mesh = membership.incarnation, membership.mesh
-        self.rank, self.size = membership.members.index(self._formation.rank), len(membership.members)
+        self.incarnation, self._mesh = incarnation, mesh
+        self.rank, self.size = members.index(self._formation.rank), len(members)
         self._tag = self._collectives = 0
 
     def passed(self, count: int = 1) -> bool:
@@ -234,7 +235,7 @@ class Group:
         """Wait until every rank has called it."""
         if self.size > 1:
             with self._collective("barrier"):
-                self._exchange([torch.zeros(1, dtype=torch.uint8) for _ in range(self.size)])
+                self._exchange(torch.zeros(1, dtype=torch.uint8))
 
     def close(self) -> None:
         """Close the connections."""
@@ -256,42 +257,39 @@ class Group:
         return self._mesh
 
     def _gather_equal(self, tensor: Tensor) -> list[Tensor]:
-        rows = [tensor if rank == self.rank else torch.empty_like(tensor) for rank in range(self.size)]
-        if tensor.numel():
-            self.counters.sent(tensor.nbytes * (self.size - 1))
-            self.counters.received(tensor.nbytes * (self.size - 1))
-            with self._collective("all-gather"):
-                self._exchange(rows)
+        if not tensor.numel():
+            return [tensor] * self.size
+        self.counters.sent(tensor.nbytes * (self.size - 1))
+        self.counters.received(tensor.nbytes * (self.size - 1))
+        with self._collective("all-gather"):
+            return self._exchange(tensor)
+
+    def _exchange(self, own: Tensor) -> list[Tensor]:
+        """Return the contiguous host tensors of all ranks, which have one shape; ``own`` is this rank's."""
+        rows = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
+        self._swap([own] * self.size, rows)
         return rows
 
-    def _exchange(self, rows: Sequence[Tensor]) -> None:
-        """Send this rank's row to all others and receive theirs; rows are contiguous host tensors."""
-        tag, own = self._next_collective_tag(), _bytes(rows[self.rank])
-        works = [self.mesh.receive(_bytes(rows[rank]), rank, tag) for rank in self._others()]
-        works += [self.mesh.send(own, rank, tag) for rank in self._others()]
+    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Send each other rank its contiguous host tensor, and receive its tensor; this rank's entries are ignored."""
+        self._collectives += 1
+        tag, others = _COLLECTIVE + self._collectives, [(self.rank + step) % self.size for step in range(1, self.size)]
+        works = [self.mesh.receive(_bytes(incoming[rank]), rank, tag) for rank in others]
+        works += [self.mesh.send(_bytes(outgoing[rank]), rank, tag) for rank in others]
         for work in works:
             self.mesh.wait(work)
 
-    def _reduce(self, flat: Tensor, add: Callable[[Tensor, Tensor], object]) -> None:
+    def _reduce(self, flat: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Reduce a flat host tensor in place, in rank order."""
         if flat.nbytes <= _SMALL_SUM:
-            rows = [flat.clone() if rank == self.rank else torch.empty_like(flat) for rank in range(self.size)]
-            self._exchange(rows)
-            flat.copy_(_total(rows, add))
+            flat.copy_(functools.reduce(add, self._exchange(flat)))
             return
-        parts, tag, every = flat.tensor_split(self.size), self._next_collective_tag(), self._others()
+        parts = flat.tensor_split(self.size)
         mine = parts[self.rank]
         rows = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
-        works = [self.mesh.receive(_bytes(rows[rank]), rank, tag) for rank in every]
-        works += [self.mesh.send(_bytes(parts[rank]), rank, tag) for rank in every]
-        for work in works:
-            self.mesh.wait(work)
-        total = _total(rows, add)  # the other parts are sent and may be overwritten
-        tag = self._next_collective_tag()
-        works = [self.mesh.receive(_bytes(parts[rank]), rank, tag) for rank in every]
-        works += [self.mesh.send(_bytes(total), rank, tag) for rank in every]
-        for work in works:
-            self.mesh.wait(work)
+        self._swap(parts, rows)
+        total = functools.reduce(add, rows)  # the other parts are sent and may be overwritten
+        self._swap([total] * self.size, parts)
         mine.copy_(total)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
@@ -301,10 +299,9 @@ class Group:
         self.counters.sent(tensor.nbytes * (self.size - 1) if self.rank == source else 0)
         self.counters.received(tensor.nbytes if self.rank != source else 0)
         with self._collective("broadcast"):
-            tag, view, position = self._next_collective_tag(), _bytes(tensor), (self.rank - source) % self.size
-            works, reach = [], 1
-            while reach <= position:
-                reach *= 2
+            self._collectives += 1
+            tag, view, position = _COLLECTIVE + self._collectives, _bytes(tensor), (self.rank - source) % self.size
+            works, reach = [], 1 << position.bit_length()
             if position:
                 parent = (position - reach // 2 + source) % self.size
                 self.mesh.wait(self.mesh.receive(view, parent, tag))
@@ -314,15 +311,6 @@ class Group:
             for work in works:
                 self.mesh.wait(work)
         return tensor
-
-    def _others(self) -> list[int]:
-        """Return the other ranks, starting with the next one."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
-
-    def _next_collective_tag(self) -> int:
-        """Return the tag of the next collective; equal on all ranks."""
-        self._collectives += 1
-        return _COLLECTIVE + self._collectives
 
     @contextmanager
     def _collective(self, name: str) -> Iterator[None]:
@@ -340,14 +328,6 @@ def _bytes(tensor: Tensor) -> memoryview:
         return memoryview(bytearray())
     array: Any = flat.view(torch.uint8).numpy()  # a buffer, although its type does not say so
     return memoryview(array)
-
-
-def _total(rows: Sequence[Tensor], add: Callable[[Tensor, Tensor], object]) -> Tensor:
-    """Reduce rows from first to last; overwrites the first one."""
-    total = rows[0]
-    for row in rows[1:]:
-        add(total, row)
-    return total
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -396,6 +376,6 @@ def form_group(
         group = Group(counters=counters, formation=formation, incarnation=_OUTSIDE)
     else:
         group = Group(rank, size, counters=counters, formation=formation, incarnation=_OUTSIDE)
-        group.join(formation.meet(_OUTSIDE))
+        group.join(*formation.meet(_OUTSIDE))
     atexit.register(group.close)  # sends what is queued before the process ends
     return group

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from gtrain.errors import PeerLostError
@@ -24,21 +23,6 @@ from gtrain.strategy.mesh import SAY_SECONDS, Mesh
 POLL_SECONDS = 0.02
 CONNECT_SECONDS = 60.0
 """How long ranks that are all present may take to connect; a rank that dies meanwhile ends the attempt."""
-
-
-@dataclass(frozen=True)
-class Membership:
-    """One incarnation of a group, as a member sees it.
-
-    Attributes:
-        incarnation: its number; later incarnations have larger ones.
-        members: the job's ranks that belong to it, ascending.
-        mesh: the connections to the other members; None for a group of one.
-    """
-
-    incarnation: int
-    members: tuple[int, ...]
-    mesh: Mesh | None
 
 
 class GroupFormation:
@@ -62,29 +46,31 @@ class GroupFormation:
         self._job = job_store(environment)
         self._store = self._job.prefixed(f"gtrain-group-{number}")
 
-    def come_back(self) -> None:
-        """Announce that this restarted rank joins the group."""
-        self._announce("back")
+    def announce(self, what: str) -> None:
+        """Announce that this rank joins the group after its restart (``back``), or leaves it (``left``)."""
+        number = self._store.add("events", 1)
+        self._store.set(f"event/{number}", json.dumps([what, self.rank]))
 
-    def leave(self) -> None:
-        """Announce that this rank leaves the group."""
-        self._announce("left")
-
-    def meet(self, after: int) -> Membership:
+    def meet(self, after: int) -> tuple[int, tuple[int, ...], Mesh | None]:
         """Wait for an incarnation later than ``after``, wait for all its members, and connect to them.
+
+        Returns:
+            The incarnation's number, its members (the job's ranks, ascending), and the connections to the others; None
+            for a group of one.
 
         Raises:
             PeerLostError: a member did not come in time.
         """
         deadline = time.monotonic() + self._timeout_seconds
         while True:
-            incarnation = self._newest(after, deadline)
+            while (incarnation := self._store.add("events", 0)) <= after:
+                self._pause(deadline, "no rank returned")
             members = self._members(incarnation)
             self._store.set(f"{incarnation}/here/{self.rank}", "")
             if not self._all_here(incarnation, members, deadline):
                 continue  # there is a later incarnation
             try:
-                return Membership(incarnation, members, self.connect(incarnation, members))
+                return incarnation, members, self.connect(incarnation, members)
             except PeerLostError:  # a member died meanwhile: it is restarted, or the agent ends the job
                 after = incarnation
 
@@ -132,20 +118,10 @@ class GroupFormation:
                 raise PeerLostError(f"{self._name_of(rank, network)} did not come within {seconds:g} s")
             if waited >= last_report + SAY_SECONDS:
                 last_report = waited
-                say_waiting(f"waiting for {self._name_of(rank, network)} to come, {waited:.0f} s")
+                say_waiting(f"{self._name_of(rank, network)} to come", waited)
 
     def _name_of(self, rank: int, network: JobNetwork) -> str:
         return network.name_of(self._first + rank)
-
-    def _announce(self, what: str) -> None:
-        number = self._store.add("events", 1)
-        self._store.set(f"event/{number}", json.dumps([what, self.rank]))
-
-    def _newest(self, after: int, deadline: float) -> int:
-        """Wait until there are more than ``after`` events, and return their number."""
-        while (number := self._events()) <= after:
-            self._pause(deadline, "no rank returned")
-        return number
 
     def _members(self, incarnation: int) -> tuple[int, ...]:
         """Return the members of an incarnation."""
@@ -159,13 +135,10 @@ class GroupFormation:
         """Wait for all members; return False as soon as there is a later incarnation."""
         keys = [f"{incarnation}/here/{rank}" for rank in members]
         while not self._store.check(keys):
-            if self._events() != incarnation:
+            if self._store.add("events", 0) != incarnation:
                 return False
             self._pause(deadline, "not all ranks came")
         return True
-
-    def _events(self) -> int:
-        return self._store.add("events", 0)
 
     def _pause(self, deadline: float, what: str) -> None:
         check_refused(self._job, self.rank)

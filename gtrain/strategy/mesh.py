@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from gtrain.errors import PeerLostError, SilentRankError
 from gtrain.launch import links
@@ -42,6 +43,8 @@ _CHECK_SECONDS = 1.0
 _STACK_SECONDS = 30.0
 _FRAME = struct.Struct("!BqQ")
 _HELLO = struct.Struct("!16sI")
+
+T = TypeVar("T")
 
 
 class FrameKind(enum.IntEnum):
@@ -76,6 +79,17 @@ class PendingMessage:
     def done_within(self, seconds: float) -> bool:
         """Wait for the transfer for at most ``seconds``; return whether it has ended."""
         return self._done.wait(seconds)
+
+
+def _pop(queues: dict[int, deque[T]], tag: int) -> T | None:
+    """Remove and return the first entry of a tag's queue; None without one."""
+    queue = queues.get(tag)
+    if queue is None:
+        return None
+    first = queue.popleft()
+    if not queue:
+        del queues[tag]
+    return first
 
 
 class _Peer:
@@ -129,11 +143,9 @@ class _Peer:
                 self._post(kind, tag, None)
 
     def _take_ready(self, tag: int) -> bool:
-        count = self._ready.get(tag, 0)
+        count = self._ready.pop(tag, 0)
         if count > 1:
             self._ready[tag] = count - 1
-        elif count:
-            del self._ready[tag]
         return count > 0
 
     def _post(self, kind: int, tag: int, work: PendingMessage | None) -> None:
@@ -178,10 +190,8 @@ class _Peer:
     def receive(self, view: memoryview, tag: int) -> PendingMessage:
         work = PendingMessage(self.rank, view)
         with self.lock:
-            if early := self._arrived.get(tag):
-                self._fill(work, early.popleft())
-                if not early:
-                    del self._arrived[tag]
+            if (early := _pop(self._arrived, tag)) is not None:
+                self._fill(work, early)
             elif self.lost is not None:
                 work.finish(self.lost)
             else:
@@ -200,20 +210,21 @@ class _Peer:
                 links.receive_into(source, view)
                 kind, tag, size = _FRAME.unpack(head)
                 self.last_heard = time.monotonic()
-                if kind == FrameKind.DATA:
-                    self._receive_data(source, tag, size)
-                elif kind == FrameKind.READY:
-                    self._release(tag)
-                elif kind == FrameKind.PING:
-                    self.send_control(FrameKind.PONG, self.mesh.waits_for(besides=self.rank))
-                elif kind == FrameKind.PONG:
-                    self.waits_for = tag
-                elif kind == FrameKind.STACKS:
-                    write_stacks()
-                elif kind == FrameKind.BYE:
-                    raise ConnectionResetError("it left the group")
-                else:
-                    raise ConnectionAbortedError(f"a frame of the unknown type {kind} arrived")
+                match kind:
+                    case FrameKind.DATA:
+                        self._receive_data(source, tag, size)
+                    case FrameKind.READY:
+                        self._release(tag)
+                    case FrameKind.PING:
+                        self.send_control(FrameKind.PONG, self.mesh.waits_for(besides=self.rank))
+                    case FrameKind.PONG:
+                        self.waits_for = tag
+                    case FrameKind.STACKS:
+                        write_stacks()
+                    case FrameKind.BYE:
+                        raise ConnectionResetError("it left the group")
+                    case _:
+                        raise ConnectionAbortedError(f"a frame of the unknown type {kind} arrived")
         except Exception as error:  # noqa: BLE001 - every waiting call must end
             self.fail(self._gone(error))
         finally:
@@ -222,10 +233,7 @@ class _Peer:
     def _receive_data(self, source: socket.socket, tag: int, size: int) -> None:
         """Receive a message into its buffer, or into memory until a buffer is posted."""
         with self.lock:
-            works = self._expected.get(tag)
-            work = works.popleft() if works else None
-            if works is not None and not works:
-                del self._expected[tag]
+            work = _pop(self._expected, tag)
         if work is None or len(work.view) != size:
             # A large message is sent only after READY, so without a buffer of its size the two ranks disagree.
             if work is not None or size > EAGER_BYTES:
@@ -237,10 +245,7 @@ class _Peer:
             early = bytearray(size)
             links.receive_into(source, memoryview(early))
             with self.lock:
-                if works := self._expected.get(tag):  # a buffer was posted meanwhile
-                    work = works.popleft()
-                    if not works:
-                        del self._expected[tag]
+                work = _pop(self._expected, tag)  # a buffer may have been posted meanwhile
                 if work is None:
                     self._arrived.setdefault(tag, deque()).append(early)
                 else:
@@ -336,7 +341,7 @@ class Mesh:
         size: number of ranks.
         timeout_seconds: how long a rank that is waited for may not answer pings.
         name_of: returns the name of a rank in messages, such as ``rank 2 (machine 1)``.
-        say: called with a sentence when this rank has waited long.
+        say: called with the name of the rank that this one has waited for, and the seconds.
     """
 
     def __init__(
@@ -345,7 +350,7 @@ class Mesh:
         size: int,
         timeout_seconds: float,
         name_of: Callable[[int], str] = lambda rank: f"rank {rank}",
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str, float], None] = lambda name, seconds: None,
     ) -> None:
         self.rank, self.size, self.name_of = rank, size, name_of
         self._timeout_seconds, self._say = timeout_seconds, say
@@ -499,11 +504,9 @@ class Mesh:
             self._waiting = None
 
     def _report_wait(self, peer: _Peer, waited: float) -> None:
-        if self._say is None:
-            return
         other = peer.rank if peer.waits_for < 0 or peer.waits_for >= self.size else peer.waits_for
         if other != self.rank:
-            self._say(f"waiting for {self.name_of(other)}, {waited:.0f} s")
+            self._say(self.name_of(other), waited)
 
     def waits_for(self, besides: int) -> int:
         """Return the rank at the end of this rank's chain of waits; -1 if it waits for none, or for ``besides``."""

@@ -6,6 +6,7 @@ tuples and dictionaries of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ def pack(value: Any) -> bytes:
     Raises:
         ConfigError: the value contains an object of another type.
     """
-    content: bytes = msgpack.packb(_plain(value), strict_types=True)
-    return content
+    return msgpack.packb(_plain(value), strict_types=True)
 
 
 def unpack(content: bytes) -> Any:
@@ -44,27 +44,27 @@ def _plain(value: Any) -> Any:
         return value
     if type(value) is int:
         return value if -(1 << 63) <= value < 1 << 64 else msgpack.ExtType(_LARGE, str(value).encode())
-    if isinstance(value, np.generic):
-        return _plain(value.item())
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, tuple):  # a NamedTuple is restored as a plain tuple
-        return msgpack.ExtType(_TUPLE, pack(list(value)))
-    if isinstance(value, dict):
-        if all(type(key) is str for key in value):
+    match value:
+        case np.generic():
+            return _plain(value.item())
+        case list():
+            return [_plain(item) for item in value]
+        case tuple():  # a NamedTuple is restored as a plain tuple
+            return msgpack.ExtType(_TUPLE, pack(list(value)))
+        case dict() if all(type(key) is str for key in value):
             return {key: _plain(item) for key, item in value.items()}
-        return msgpack.ExtType(_DICT, pack([list(pair) for pair in value.items()]))
-    for base in (str, float, int):
-        if isinstance(value, base):  # an instance of a subclass
-            return _plain(base(value))
-    if isinstance(value, Path):
-        return msgpack.ExtType(_PATH, str(value).encode())
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return _plain(torch.from_numpy(np.ascontiguousarray(value)))
-    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
-        host = value.detach().cpu().contiguous()
-        content = host.view(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
-        return msgpack.ExtType(_TENSOR, msgpack.packb([str(host.dtype), list(host.shape), content]))
+        case dict():
+            return msgpack.ExtType(_DICT, pack([list(pair) for pair in value.items()]))
+        case str() | float() | int():  # an instance of a subclass
+            return _plain(next(base(value) for base in (str, float, int) if isinstance(value, base)))
+        case Path():
+            return msgpack.ExtType(_PATH, str(value).encode())
+        case np.ndarray() if value.dtype.kind in "biuf":
+            return _plain(torch.from_numpy(np.ascontiguousarray(value)))
+        case Tensor() if value.layout == torch.strided and not value.is_quantized:
+            host = value.detach().cpu().contiguous()
+            content = host.view(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
+            return msgpack.ExtType(_TENSOR, msgpack.packb([str(host.dtype), list(host.shape), content]))
     raise ConfigError(
         f"{type(value).__module__}.{type(value).__qualname__} cannot be sent to other ranks: only plain data can, "
         "because bytes from a socket are never unpickled.",
@@ -73,18 +73,23 @@ def _plain(value: Any) -> Any:
 
 
 def _restore(code: int, content: bytes) -> Any:
-    if code == _TUPLE:
-        return tuple(unpack(content))
-    if code == _DICT:
-        return dict(unpack(content))
-    if code == _PATH:
-        return Path(content.decode())
-    if code == _LARGE:
-        return int(content.decode())
-    if code == _TENSOR:
-        name, shape, data = msgpack.unpackb(content)
-        dtype = getattr(torch, name.removeprefix("torch."), None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{name} is not a dtype")
-        return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
-    raise ValueError(f"msgpack extension type {code} is unknown")
+    if code not in _RESTORERS:
+        raise ValueError(f"msgpack extension type {code} is unknown")
+    return _RESTORERS[code](content)
+
+
+def _restore_tensor(content: bytes) -> Tensor:
+    name, shape, data = msgpack.unpackb(content)
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is not a dtype")
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+_RESTORERS: dict[int, Callable[[bytes], Any]] = {
+    _TUPLE: lambda content: tuple(unpack(content)),
+    _DICT: lambda content: dict(unpack(content)),
+    _PATH: lambda content: Path(content.decode()),
+    _LARGE: lambda content: int(content.decode()),
+    _TENSOR: _restore_tensor,
+}

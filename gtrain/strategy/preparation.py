@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 from gtrain import errors
 from gtrain.data.module import GraphDataModule
-from gtrain.launch import interpreter
-from gtrain.launch.children import GRACE_SECONDS, die_with_parent
+from gtrain.launch import interpreter, slot
+from gtrain.launch.children import GRACE_SECONDS, die_with_parent, fork_with_pipe
 from gtrain.launch.launchers.local import run_local
 from gtrain.strategy.counters import PeakMemory
 
@@ -82,15 +82,7 @@ def call_in_fork(function: Callable[[], Any], what: str) -> dict[str, int]:
             are neither gtrain's nor Python's.
         DataError: the process was killed.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    read_end, write_end = os.pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read_end)
-        _run_child(function, write_end, parent)
-    os.close(write_end)
+    pid, read_end = fork_with_pipe(partial(_run_child, function, os.getpid()))
     status = None
     try:
         with open(read_end, "rb") as pipe:
@@ -119,8 +111,7 @@ def _memory_of(message: dict[str, Any]) -> dict[str, int]:
     """Return the memory that a process reports; raise the error that it reports."""
     if message["error"] is not None:
         raise _error(message["error"])
-    figures: dict[str, int] = message["memory"]
-    return figures
+    return message["memory"]
 
 
 def _call_measured(function: Callable[[], Any]) -> dict[str, Any]:
@@ -134,7 +125,7 @@ def _call_measured(function: Callable[[], Any]) -> dict[str, Any]:
     return {"error": error, "memory": memory.figures()}
 
 
-def _run_child(function: Callable[[], Any], write_end: int, parent: int) -> NoReturn:
+def _run_child(function: Callable[[], Any], parent: int, write_end: int) -> NoReturn:
     """Run the function in the forked process. Ends with ``os._exit``, which skips the exit handlers of the parent."""
     message = None
     try:
@@ -166,31 +157,25 @@ def _end(pid: int) -> None:
 
 
 def _describe(exception: BaseException) -> dict[str, Any]:
-    description: dict[str, Any] = {
-        "type": type(exception).__name__,
-        "text": str(exception),
-        "traceback": "".join(traceback.format_exception(exception)),
-    }
-    if isinstance(exception, errors.GtrainError):
-        description |= {"text": exception.message, "hint": exception.hint}
-    elif isinstance(exception, OSError):
+    system_error = None
+    if isinstance(exception, OSError):
         file = None if exception.filename is None else str(exception.filename)
-        description["os"] = [exception.errno, exception.strerror, file]
-    return description
+        system_error = [exception.errno, exception.strerror, file]
+    text = "".join(traceback.format_exception(exception))
+    return {**slot.describe(exception), "text": str(exception), "os": system_error, "traceback": text}
 
 
 def _error(description: dict[str, Any]) -> BaseException:
     """Return the exception that the process described."""
-    exception_class = getattr(errors, description["type"], None) or getattr(builtins, description["type"], None)
     error: BaseException
-    if "hint" in description:
-        error = (exception_class or errors.GtrainError)(description["text"], hint=description["hint"])
-    elif "os" in description:
+    if description["os"] is not None:
         error = OSError(*description["os"]) if description["os"][0] is not None else OSError(description["text"])
+    elif description["user"]:
+        error = errors.restored(description)
     else:
         try:
-            error = exception_class(description["text"])  # type: ignore[misc]
-        except TypeError:  # a class of another package, or one that takes other arguments
+            error = getattr(builtins, description["type"])(description["text"])
+        except (AttributeError, TypeError):  # a class of another package, or one that takes other arguments
             error = RuntimeError(f"{description['type']}: {description['text']}")
     error.add_note(f"In the process that prepares the store:\n{description['traceback']}")
     return error

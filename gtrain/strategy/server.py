@@ -23,13 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gtrain.config import plain
 from gtrain.kernel_cache import find_cache
 from gtrain.launch import slot as slots
 from gtrain.launch.children import resolve, stop_event
-from gtrain.launch.environment import find_environment, ranks_on_this_machine
+from gtrain.launch.environment import divide_cores, find_environment, ranks_on_this_machine
 from gtrain.launch.job_store import job_store
 from gtrain.launch.key_value import KeyValueStore, await_end
 from gtrain.launch.slot import JobContext, Slot
@@ -197,18 +195,12 @@ def _watch(address: str, key_file: str | None, stop: threading.Event) -> None:
 
 def serve_role(target: str, job: JobContext, config: Any, stop: threading.Event) -> None:
     """Call a role's function in a server's process."""
-    find_cache()
-    resolve(target)(_context(job, config, stop))
-
-
-def _context(job: JobContext, config: Any, stop: threading.Event) -> ServerContext:
     assert job.descriptor is not None and job.address is not None
-    if "OMP_NUM_THREADS" not in os.environ:
-        servers = sum(job.roster.counts.values()) if job.simulated else 1
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (ranks_on_this_machine() + servers)))
+    find_cache()
+    divide_cores(ranks_on_this_machine() + (sum(job.roster.counts.values()) if job.simulated else 1))
     memory = PeakMemory()
     memory.start()
-    return ServerContext(
+    context = ServerContext(
         slot=job.slot,
         config=plain(config),
         restarts=job.restarts,
@@ -221,3 +213,4 @@ def _context(job: JobContext, config: Any, stop: threading.Event) -> ServerConte
         known=job.slot.role in job.roster.addresses,
         lasting_file=job.lasting_file,
     )
+    resolve(target)(context)

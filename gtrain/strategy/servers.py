@@ -175,7 +175,7 @@ def _wait_for_reply(client: Client, reply: Future[Message], name: str) -> Messag
         except TimeoutError:
             waited = time.monotonic() - start
             next_report = waited + REPORT_SECONDS
-            say_waiting(f"waiting for {name}, {waited:.0f} s")
+            say_waiting(name, waited)
         except PeerRestartedError:
             reply = client.submit(FIGURES)
 

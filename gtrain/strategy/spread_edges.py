@@ -78,6 +78,7 @@ class SpreadNodes:
         self, group: Group, store: Store, edge_type: EdgeType, edges: ScoredEdges, known: KnownEdges | None
     ) -> None:
         self.rank, self.size = group.rank, group.size
+        self.all_gather, self.all_reduce = group.all_gather, group.all_reduce
         self.source, self.target = edges.source, edges.target
         self._group, self._known = group, known
         source_type, _, target_type = edge_type
@@ -108,12 +109,6 @@ class SpreadNodes:
     def known_sources(self, relation: Tensor | None) -> Lists:
         assert self._known is not None
         return self._known.heads(self.target, relation)
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return self._group.all_gather(tensor)
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return self._group.all_reduce(tensor)
 
     def _exchange(self, exchange: RowExchange, own: Tensor) -> Tensor:
         """Return the rank's rows and the remote ones; count the bytes that any strategy must send for them.

@@ -37,7 +37,7 @@ class Writing:
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._path, self._temporary = path, path.with_name(path.name + ".part")
         header = {"descr": torch.empty(0, dtype=dtype).numpy().dtype.str, "fortran_order": False, "shape": shape}
-        with self._explaining():
+        with _explaining("written", path, self._temporary):
             self._handle = open(self._temporary, "wb")  # noqa: SIM115 - closed by done()
             np.lib.format.write_array_header_1_0(self._handle, header)
 
@@ -49,7 +49,7 @@ class Writing:
             written: called after each piece, with the number of bytes of ``rows`` that are copied by then.
         """
         view = _bytes(rows.contiguous())
-        with self._explaining():
+        with _explaining("written", self._path, self._temporary):
             for begin in range(0, len(view), _BYTES):
                 self._handle.write(view[begin : begin + _BYTES])
                 if written is not None:
@@ -57,20 +57,12 @@ class Writing:
 
     def done(self) -> None:
         """Flush the file to the disk and rename it."""
-        with self._explaining():
+        with _explaining("written", self._path, self._temporary):
             self._handle.flush()
             os.fsync(self._handle.fileno())
             _drop_from_page_cache(self._handle.fileno())
             self._handle.close()
             os.replace(self._temporary, self._path)
-
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._temporary.unlink(missing_ok=True)
-            raise _failed("written", self._path, error) from error
 
 
 def write(path: Path, tensor: Tensor) -> None:
@@ -91,26 +83,23 @@ def read(path: Path, target: Tensor, free: Callable[[int], None] | None = None) 
     Raises:
         DataError: the file cannot be read, or has another shape or dtype.
     """
-    try:
-        with open(path, "rb") as handle:
-            shape, _, dtype = _header(handle)
-            array = target.numpy()
-            if shape != array.shape or dtype != array.dtype:
-                raise DataError(
-                    f"{path} holds {dtype} {list(shape)}; {array.dtype} {list(array.shape)} is expected.",
-                    hint="use a checkpoint of the same data, model and strategy settings.",
-                )
-            view, position = _bytes(target), 0
-            while position < len(view):
-                if free is not None:
-                    free(min(position + _BYTES, len(view)))
-                count = handle.readinto(view[position : position + _BYTES])
-                if not count:
-                    raise DataError(f"{path} is truncated.", hint="use another checkpoint.")
-                position += count
-            _drop_from_page_cache(handle.fileno())
-    except OSError as error:
-        raise _failed("read", path, error) from error
+    with _explaining("read", path), open(path, "rb") as handle:
+        shape, _, dtype = _header(handle)
+        array = target.numpy()
+        if shape != array.shape or dtype != array.dtype:
+            raise DataError(
+                f"{path} holds {dtype} {list(shape)}; {array.dtype} {list(array.shape)} is expected.",
+                hint="use a checkpoint of the same data, model and strategy settings.",
+            )
+        view, position = _bytes(target), 0
+        while position < len(view):
+            if free is not None:
+                free(min(position + _BYTES, len(view)))
+            count = handle.readinto(view[position : position + _BYTES])
+            if not count:
+                raise DataError(f"{path} is truncated.", hint="use another checkpoint.")
+            position += count
+        _drop_from_page_cache(handle.fileno())
 
 
 def announce(path: Path) -> None:
@@ -134,13 +123,11 @@ def keep(source: Path, target: Path) -> None:
     Raises:
         DataError: neither can be created.
     """
-    try:
+    with _explaining("written", target):
         try:
             os.link(source, target)
         except OSError:
             shutil.copyfile(source, target)
-    except OSError as error:
-        raise _failed("written", target, error) from error
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -160,8 +147,15 @@ def _drop_from_page_cache(descriptor: int) -> None:
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _failed(action: str, path: Path, error: OSError) -> DataError:
-    return DataError(
-        f"{path} could not be {action}: {error.strerror or error}.",
-        hint="free space on the disk, and resume from the last checkpoint (ckpt_path=last).",
-    )
+@contextmanager
+def _explaining(action: str, path: Path, unfinished: Path | None = None) -> Iterator[None]:
+    """Turn an OSError into a DataError that names the file, and remove the unfinished one."""
+    try:
+        yield
+    except OSError as error:
+        if unfinished is not None:
+            unfinished.unlink(missing_ok=True)
+        raise DataError(
+            f"{path} could not be {action}: {error.strerror or error}.",
+            hint="free space on the disk, and resume from the last checkpoint (ckpt_path=last).",
+        ) from error

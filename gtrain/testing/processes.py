@@ -89,8 +89,7 @@ def ok(result: CompletedProcess[str]) -> CompletedProcess[str]:
 
 def summary(run_dir: Path) -> dict[str, Any]:
     """Return the ``summary.json`` of a run."""
-    content: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return content
+    return json.loads((run_dir / "summary.json").read_text())
 
 
 def only_run(folder: Path) -> Path:

@@ -145,9 +145,8 @@ class IpcFolder:
         self.remove()
 
 
-def ipc_folder(parent: str | os.PathLike[str] | None = None) -> IpcFolder:
-    """Create a private folder for sockets; see :class:`IpcFolder`."""
-    return IpcFolder(parent)
+ipc_folder = IpcFolder
+"""Creates a private folder for sockets."""
 
 
 def _short_parent() -> str:

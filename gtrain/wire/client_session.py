@@ -286,10 +286,9 @@ class ClientSession:
 
     def _request_of(self, header: Header) -> PendingRequest | None:
         """Return the pending request that a message replies to; None without one, or if an earlier server replied."""
-        if header.type not in (MessageType.REPLY, MessageType.ERROR, MessageType.STALE):
-            return None
+        is_reply = header.type in (MessageType.REPLY, MessageType.ERROR, MessageType.STALE)
         request = self.pending.requests.get(header.sequence)
-        if request is None or not request.sent:
+        if not is_reply or request is None or not request.sent:
             return None
         return request if header.type == MessageType.STALE or request.sent == header.server_incarnation else None
 

@@ -58,7 +58,7 @@ class RefusalLog:
     def __init__(self, name: str, counters: Counters) -> None:
         self._name, self._counters = name, counters
         self._logged: set[tuple[str, str]] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def count(self) -> None:
         """Count one refused connection."""
@@ -67,15 +67,12 @@ class RefusalLog:
     def report(self, address: str, reason: str) -> None:
         """Log that a connection was refused, once per address and reason."""
         with self._lock:
-            if self._is_logged(address, reason) or len(self._logged) >= MAX_LOGGED:
+            if self.is_logged(reason, address) or len(self._logged) >= MAX_LOGGED:
                 return
             self._logged.add((address, reason))
         log.warning("%s refused a connection from %s: %s", self._name, address, reason)
 
-    def is_logged(self, reason: str) -> bool:
-        """Whether the log explains a refusal for this reason, of any address."""
+    def is_logged(self, reason: str, address: str | None = None) -> bool:
+        """Whether the log explains a refusal for this reason, of any address if none is given."""
         with self._lock:
-            return self._is_logged(None, reason)
-
-    def _is_logged(self, address: str | None, reason: str) -> bool:
-        return any(address in (None, peer) and reason in (ENDED, logged) for peer, logged in self._logged)
+            return any(address in (None, peer) and reason in (ENDED, logged) for peer, logged in self._logged)

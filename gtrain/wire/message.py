@@ -115,8 +115,7 @@ def _memory(tensor: Tensor) -> memoryview:
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if host.dtype not in _NUMPY_DTYPES or not host.dim():
         host = host.view(-1).view(torch.uint8)
-    memory: memoryview = host.numpy().data
-    return memory
+    return host.numpy().data
 
 
 def _tensor(spec: TensorSpec, frame: memoryview) -> Tensor:

@@ -99,7 +99,7 @@ class SharedDirectory:
 
     def __init__(self) -> None:
         file = _AnonymousFile.create()
-        self._descriptor, self.name = file.fd, " ".join(map(str, file))
+        self._descriptor, self.name = file.fd, json.dumps(file)
 
     def close(self) -> None:
         """Remove the directory; attached processes keep their tensors."""
@@ -143,7 +143,7 @@ class SharedTensors(Mapping[str, Tensor]):
                 "the process that created the directory of shared tensors is gone",
                 hint="look into the log of its machine",
             )
-        if any(entry["name"] == name and _file_of(entry).exists() for entry in entries):
+        if any(entry["name"] == name and _AnonymousFile(*entry["file"]).exists() for entry in entries):
             raise WireError(f"shared tensors {name!r} exist already", hint="use another name, or attach to them")
         layout, nbytes = _plan_layout(tensors)
         try:
@@ -159,7 +159,7 @@ class SharedTensors(Mapping[str, Tensor]):
             if isinstance(value, Tensor):
                 shared[key].copy_(value)
         # other processes can attach from here on: the tensors have their values
-        _add_entry(directory, {"name": name, **file._asdict(), "layout": layout})
+        _add_entry(directory, {"name": name, "file": file, "layout": layout})
         return shared
 
     @classmethod
@@ -249,23 +249,14 @@ def _map_tensors(descriptor: int, layout: _TensorLayout) -> dict[str, Tensor]:
 def _open(directory: str, name: str) -> tuple[int, _TensorLayout] | None:
     """Return the descriptor and layout of tensors; None if they do not exist or their creator is gone."""
     for entry in reversed(_read_directory(directory) or ()):
-        if entry["name"] == name and (descriptor := _file_of(entry).open(os.O_RDWR)) is not None:
+        if entry["name"] == name and (descriptor := _AnonymousFile(*entry["file"]).open(os.O_RDWR)) is not None:
             return descriptor, [(key, dtype, tuple(shape), offset) for key, dtype, shape, offset in entry["layout"]]
     return None
 
 
-def _file_of(entry: dict[str, Any]) -> _AnonymousFile:
-    return _AnonymousFile(entry["pid"], entry["fd"], entry["token"])
-
-
-def _directory_file(directory: str) -> _AnonymousFile:
-    pid, descriptor, token = directory.split()
-    return _AnonymousFile(int(pid), int(descriptor), token)
-
-
 def _read_directory(directory: str) -> list[dict[str, Any]] | None:
     """Return the entries of a directory; None if its creator is gone."""
-    descriptor = _directory_file(directory).open(os.O_RDONLY)
+    descriptor = _AnonymousFile(*json.loads(directory)).open(os.O_RDONLY)
     if descriptor is None:
         return None
     with open(descriptor) as file:
@@ -273,7 +264,7 @@ def _read_directory(directory: str) -> list[dict[str, Any]] | None:
 
 
 def _add_entry(directory: str, entry: dict[str, Any]) -> None:
-    descriptor = _directory_file(directory).open(os.O_WRONLY | os.O_APPEND)
+    descriptor = _AnonymousFile(*json.loads(directory)).open(os.O_WRONLY | os.O_APPEND)
     if descriptor is not None:
         os.write(descriptor, (json.dumps(entry) + "\n").encode())  # one write: lines of two processes do not mix
         os.close(descriptor)

@@ -17,7 +17,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gtrain.wire.counters import Counters
 from gtrain.wire.errors import WireError
+from gtrain.wire.logs import RefusalLog
 
 BACKLOG = 1024
 """Connections that may wait to be accepted."""
@@ -115,8 +117,8 @@ class Listener(ABC):
     endpoint: str
     _poller: Poller
 
-    def __init__(self) -> None:
-        self._closed = False
+    def __init__(self, name: str, counters: Counters) -> None:
+        self._name, self._refusals, self._closed = name, RefusalLog(name, counters), False
         self._closing = threading.RLock()  # a signal handler may call close() while the thread is in it
 
     @abstractmethod

@@ -9,10 +9,10 @@ import signal
 import torch
 
 from gtrain import run_local
+from gtrain.backends import RolePlan
 from gtrain.errors import PeerLostError
 from gtrain.launch import slot
 from gtrain.launch.environment import find_environment
-from gtrain.launch.roles import RolePlan
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group, form_group
 

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gtrain.backends import RolePlan
 from gtrain.errors import GtrainError
 from gtrain.launch import (
     preload,  # noqa: F401 - once, for all the jobs below
@@ -23,7 +24,6 @@ from gtrain.launch import (
 from gtrain.launch.environment import find_environment
 from gtrain.launch.job_store import job_store
 from gtrain.launch.launchers.local import run_local
-from gtrain.launch.roles import RolePlan
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.servers import Servers
 from gtrain.wire import PeerRestartedError

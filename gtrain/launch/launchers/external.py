@@ -17,9 +17,9 @@ from gtrain.errors import ConfigError
 from gtrain.launch import keeper
 from gtrain.launch.agent import preload
 from gtrain.launch.children import PRELOAD, resolve
+from gtrain.launch.job import counts_of
 from gtrain.launch.launchers.base import Launcher, RankInfo
 from gtrain.launch.request import JobRequest
-from gtrain.launch.roles import counts_of
 from gtrain.launch.slot import ServerRoster, set_roster
 from gtrain.launch.sockets import Listener, listen_here, listen_tcp
 

@@ -15,9 +15,9 @@ from gtrain.errors import ConfigError
 from gtrain.launch import interpreter, shipping
 from gtrain.launch.agent import start_and_watch, terminate_on_signals
 from gtrain.launch.children import GRACE_SECONDS
+from gtrain.launch.job import check_shape
 from gtrain.launch.launchers.base import Launcher
 from gtrain.launch.request import TASK, JobRequest
-from gtrain.launch.roles import check_shape
 
 
 class Local(Launcher):

@@ -13,10 +13,9 @@ from gtrain.errors import ConfigError
 from gtrain.launch import rendezvous
 from gtrain.launch.agent import run
 from gtrain.launch.children import resolve
-from gtrain.launch.job import Job, process_specs
+from gtrain.launch.job import Job, check_shape, process_specs
 from gtrain.launch.launchers.base import Launcher
 from gtrain.launch.request import JobRequest
-from gtrain.launch.roles import check_shape
 from gtrain.launch.shipping import read_result, result_file
 from gtrain.launch.sockets import Listener, listen_here
 
@@ -49,7 +48,9 @@ class Manual(Launcher):
             )
         check_shape(nodes, devices, machine)
         key_file = request.key_file()
-        job = Job(nodes, devices, request.log_dir, machine, roles=request.plans(), config=cfg, key_file=key_file)
+        job = Job(
+            nodes, devices, request.log_dir, machine=machine, roles=request.plans(), config=cfg, key_file=key_file
+        )
         rendezvous.check_secure(target, key_file is not None)
         request.preflight(request.resolved())
         if machine == 0:

@@ -11,7 +11,6 @@ from contextlib import suppress
 
 from gtrain.wire.counters import Counters
 from gtrain.wire.limits import Limits
-from gtrain.wire.logs import RefusalLog
 from gtrain.wire.transport import (
     BACKLOG,
     LINGER_MILLISECONDS,
@@ -36,10 +35,8 @@ class UnixListener(Listener):
     """
 
     def __init__(self, address: str, descriptor: int | None, limits: Limits, name: str, counters: Counters) -> None:
-        super().__init__()
-        self.endpoint = address
-        self._name, self._limits = name, limits
-        self._refusals = RefusalLog(name, counters)
+        super().__init__(name, counters)
+        self.endpoint, self._limits = address, limits
         self._path = address.removeprefix("ipc://") if descriptor is None else None
         self._socket = socket.socket(fileno=os.dup(descriptor)) if descriptor is not None else self._bind()
         self._socket.setblocking(False)

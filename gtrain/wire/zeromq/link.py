@@ -107,22 +107,23 @@ class ZmqLink(Link):
         return change
 
     def _record(self, change: ConnectionChange, event: int, value: int) -> None:
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            change.connected, self._broken_handshakes = True, 0
-            shorten_slices()  # zmq's threads exist by now
-        elif event == zmq.EVENT_DISCONNECTED:
-            change.lost, change.connected = True, False
-        elif event == zmq.EVENT_CONNECTED:
-            self._failed_attempts = 0
-        elif event == zmq.EVENT_CONNECT_RETRIED:
-            self._failed_attempts += 1
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            self._broken_handshakes += 1
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            change.refusal = "this process's key is not on its list"
-        elif value == MECHANISM_MISMATCH:
-            ours, theirs = ("has keys", "has none") if self._secured else ("has no keys", "asks for them")
-            change.refusal = f"this process {ours} and it {theirs}"
+        match event:
+            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                change.connected, self._broken_handshakes = True, 0
+                shorten_slices()  # zmq's threads exist by now
+            case zmq.EVENT_DISCONNECTED:
+                change.lost, change.connected = True, False
+            case zmq.EVENT_CONNECTED:
+                self._failed_attempts = 0
+            case zmq.EVENT_CONNECT_RETRIED:
+                self._failed_attempts += 1
+            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._broken_handshakes += 1
+            case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                change.refusal = "this process's key is not on its list"
+            case _ if value == MECHANISM_MISMATCH:
+                ours, theirs = ("has keys", "has none") if self._secured else ("has no keys", "asks for them")
+                change.refusal = f"this process {ours} and it {theirs}"
 
     def suspected_refusal(self) -> str | None:
         """Return a reason if the server breaks off every handshake: zmq does not say that a server's key is wrong."""

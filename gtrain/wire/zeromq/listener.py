@@ -13,7 +13,7 @@ import zmq
 from gtrain.wire.counters import Counters
 from gtrain.wire.errors import WireError
 from gtrain.wire.limits import Limits
-from gtrain.wire.logs import ENDED, RefusalLog
+from gtrain.wire.logs import ENDED
 from gtrain.wire.transport import (
     BACKLOG,
     LINGER_MILLISECONDS,
@@ -23,8 +23,7 @@ from gtrain.wire.transport import (
     listen_error,
     refuse_second_server,
 )
-from gtrain.wire.zeromq.authenticator import Authenticator
-from gtrain.wire.zeromq.security import Security
+from gtrain.wire.zeromq.security import Authenticator, Security
 from gtrain.wire.zeromq.sockets import MECHANISM_MISMATCH, Monitor, configure, receive, send, shorten_slices
 
 UNTRACED_SECONDS = 2.0
@@ -60,9 +59,8 @@ class ZmqListener(Listener):
         name: str,
         counters: Counters,
     ) -> None:
-        super().__init__()
-        self._name, self._secured = name, security is not None
-        self._refusals = RefusalLog(name, counters)
+        super().__init__(name, counters)
+        self._secured = security is not None
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         configure(self._socket, limits, address)
@@ -111,20 +109,19 @@ class ZmqListener(Listener):
         if self._monitor.descriptor not in self._poller.ready:
             return
         for event, value in self._monitor.read():
-            if event == zmq.EVENT_ACCEPTED:
-                self._addresses[value] = _peer_address(value)
-                shorten_slices()  # zmq's threads exist by now
-            elif event == zmq.EVENT_DISCONNECTED:
-                address = self._addresses.pop(value, None)
-                if self._failure is not None:
-                    self._report(address, self._failure)
-                self._failure = None
-            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                continue
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # the next event is the loss of that connection
-                self._failure = self._reason(value)
-            elif self._secured:  # a peer without keys may be the first to notice, and close the connection
-                self._failure = ENDED
+            match event:
+                case zmq.EVENT_ACCEPTED:
+                    self._addresses[value] = _peer_address(value)
+                    shorten_slices()  # zmq's threads exist by now
+                case zmq.EVENT_DISCONNECTED:
+                    address = self._addresses.pop(value, None)
+                    if self._failure is not None:
+                        self._report(address, self._failure)
+                    self._failure = None
+                case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # the next event is the loss of that connection
+                    self._failure = self._reason(value)
+                case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL if self._secured:
+                    self._failure = ENDED  # a peer without keys may be the first to notice, and close the connection
 
     def _reason(self, error: int) -> str:
         """Return why a handshake failed, in words."""

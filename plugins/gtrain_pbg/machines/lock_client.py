@@ -133,10 +133,8 @@ class LockClient:
             except TimeoutError:
                 waited = time.monotonic() - start
                 report_at = next_report(waited)
-                say_waiting(
-                    f"waiting for lock 0 (machine 0), {waited:.0f} s; "
-                    f"the job ends after {self._patience:g} s without a reply"
-                )
+                note = f"; the job ends after {self._patience:g} s without a reply"
+                say_waiting("lock 0 (machine 0)", waited, note)
             else:
                 if report_at > REPORT_SECONDS and self._report is not None:
                     self._report("lock 0 (machine 0) replies again")

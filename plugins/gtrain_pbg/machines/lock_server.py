@@ -37,9 +37,7 @@ def main(context: ServerContext) -> None:
     """Serve until asked to end."""
     settings, trainer = PBGConfig(**context.config["strategy"]), context.config["trainer"]
     state = None if context.lasting_file is None else LastingState(context.lasting_file)
-    lock = LockServer(
-        *(settings, trainer["num_nodes"], trainer["devices"]), state=state, tell=context.say, tell_waiting=say_waiting
-    )
+    lock = LockServer(settings, trainer["num_nodes"], trainer["devices"], state=state, tell=context.say)
     if context.restarts:
         print(f"restarted in round {lock.round}", flush=True)
     watch = threading.Thread(target=lock.watch, args=(context.stop,), name="gtrain-leases", daemon=True)
@@ -58,7 +56,7 @@ class LockServer:
         clock: returns seconds.
         state: outlives this process; a restarted server continues from its value.
         tell: prints a line to the terminal.
-        tell_waiting: prints the process that the job waits for; None: as ``tell``.
+        tell_waiting: prints the process that the job waits for.
 
     Attributes:
         round: number of started epochs, or of their parts between checkpoints.
@@ -72,10 +70,10 @@ class LockServer:
         clock: Callable[[], float] = time.monotonic,
         state: LastingState | None = None,
         tell: Callable[[str], None] = print,
-        tell_waiting: Callable[[str], None] | None = None,
+        tell_waiting: Callable[[str, float, str], None] = say_waiting,
     ) -> None:
         self._settings, self._lock, self._clock = settings, threading.RLock(), clock
-        self._state, self._report, self._report_waiting = state, tell, tell_waiting or tell
+        self._state, self._report, self._report_waiting = state, tell, tell_waiting
         self._deferred: DeferredReplies = []
         self.members = Membership(machines, devices, self._deferred)
         self._detector = FailureDetector(settings.lease_seconds, pid_namespace(), clock)
@@ -235,9 +233,8 @@ class LockServer:
             return
         for name, seconds in silent.items():
             limit = self._patience if self._is_waited_for(name) else self._settings.lease_seconds
-            waiting = f"waiting for {self._name_of(name)}, {seconds:.0f} s"
             if seconds < limit:
-                self._report_waiting(f"{waiting}; lost after {limit:g} s without a heartbeat")
+                self._report_waiting(self._name_of(name), seconds, f"; lost after {limit:g} s without a heartbeat")
         if back:
             self._report(f"heartbeats from {', '.join(map(self._name_of, back))} again")
 

@@ -79,7 +79,7 @@ class ServerRequest:
                     queries = servers.query_waiting()
                 if waited >= report_at:
                     for process in servers.missing(queries):
-                        say_waiting(f"waiting for {servers.name_of(*process)}, {waited:.0f} s")
+                        say_waiting(servers.name_of(*process), waited)
                     queries, report_at = [], _REPORT_SECONDS * (waited // _REPORT_SECONDS + 1)
             except PeerRestartedError:
                 if not servers.restartable:

@@ -287,5 +287,5 @@ def test_the_optimizer_of_tables_is_none_unless_it_is_named() -> None:
     cfg = compose("config", overrides=["paths.run=here", "model=sage", "model.optimizer.lr=0.25"])
     assert (cfg.model.sparse_optimizer._target_, cfg.model.sparse_optimizer.lr) == (None, 0.25)
     assert build.optional(config.plain(cfg.model.sparse_optimizer), "model.sparse_optimizer") is None
-    assert "model.sparse_optimizer" not in dict(preflight._targets(config.plain(cfg.copy())))
+    assert "model.sparse_optimizer._target_" not in dict(targets.found_in(config.plain(cfg.copy())))
     assert cfg.callbacks.checkpoint.monitor == "auto"

@@ -20,11 +20,12 @@ from omegaconf import DictConfig
 from torch.distributed import HashStore
 
 from gtrain import backends, config
-from gtrain.cli import command, entry
+from gtrain.backends import RolePlan
+from gtrain.cli import entry
 from gtrain.errors import ConfigError
 from gtrain.launch import joining, launchers, rendezvous
+from gtrain.launch.job import server_slots, worker_slots
 from gtrain.launch.launchers.base import RankInfo
-from gtrain.launch.roles import RolePlan, server_slots, worker_slots
 from gtrain.launch.slot import Slot
 from gtrain.launch.sockets import listen_here, listen_tcp
 from gtrain.settings import as_typed
@@ -56,7 +57,7 @@ def mistake(*overrides: str) -> str:
     """What a command is answered."""
     names = ("strategy", "data", "model")
     with pytest.raises(ConfigError) as caught:
-        command.launch(composed(*overrides), dict.fromkeys(names, "counting"), list(overrides))
+        entry.launch(composed(*overrides), dict.fromkeys(names, "counting"), list(overrides))
     assert caught.value.hint
     return str(caught.value)
 
@@ -117,7 +118,7 @@ def test_a_key_file_that_others_may_read_is_refused(
     counting: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    command.launch(composed("verb=key", "cluster.key_file=job.key"), {}, [])
+    entry.launch(composed("verb=key", "cluster.key_file=job.key"), {}, [])
     assert stat.S_IMODE(os.stat("job.key").st_mode) == 0o600
     assert "already exists" in mistake("verb=key", "cluster.key_file=job.key")
     os.chmod("job.key", 0o640)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from gtrain.doctor import findings, machine, packages, probe, report
-from gtrain.doctor.findings import GIB, Finding, judge
+from gtrain.doctor import machine, packages, probe, report
+from gtrain.doctor.report import GIB, Finding, judge
 from gtrain.errors import ConfigError
 
 MISSING_METIS = {"installed": None, "needed": ">=2025.2.2", "ok": False}
@@ -56,7 +56,7 @@ def healthy() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_device_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings.glob, "glob", lambda pattern: [])
+    monkeypatch.setattr(report.glob, "glob", lambda pattern: [])
 
 
 def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -122,7 +122,7 @@ def test_each_problem(change: Callable[[dict[str, Any]], None], essential: bool,
 
 
 def test_a_device_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings.glob, "glob", lambda pattern: ["/dev/nvidia0"])
+    monkeypatch.setattr(report.glob, "glob", lambda pattern: ["/dev/nvidia0"])
     (found,) = judge(healthy(), 1, None)
     assert "torch, built without CUDA, does not see" in found.message
     facts = healthy()

@@ -27,7 +27,7 @@ def test_a_second_wait_for_the_same_rank_is_reported_too(
     monkeypatch.setattr(children, "_waiting_printed", {})
     for at in (100.0, 101.0, 100.0 + SAY_SECONDS):
         now[0] = at
-        children._print_waiting("waiting for rank 1 (machine 1), 10 s")
+        children._print_waiting("rank 1 (machine 1)", 10.0, "")
     assert capsys.readouterr().err.count("gtrain: waiting for rank 1 (machine 1), 10 s") == 2
 
 

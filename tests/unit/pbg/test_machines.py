@@ -246,6 +246,11 @@ def test_buckets_without_edges_are_left_out_and_what_they_part_grows_by_itself(s
     assert [grant and grant.bucket for grant in grants] == [(3, 4), (0, 1), None]  # each begins a component
 
 
+def say_waiting_to(said: list[str]) -> Callable[[str, float, str], None]:
+    """Like ``say_waiting``, into a list."""
+    return lambda process, seconds, note: said.append(f"waiting for {process}, {seconds:.0f} s{note}")
+
+
 def ask(server: LockServer, method: str, rank: int, **fields: object) -> object:
     if method == "acquire":
         fields.setdefault("turn", 1)
@@ -354,7 +359,7 @@ def test_a_lock_server_that_was_killed_knows_who_is_lost_and_whom_to_hear_of() -
     settings = PBGConfig(name="pbg", num_partitions=4, lease_seconds=30.0)
 
     def life() -> LockServer:
-        return LockServer(settings, 3, 1, lambda: now[0], state, said.append)
+        return LockServer(settings, 3, 1, lambda: now[0], state, said.append, say_waiting_to(said))
 
     server = life()
     for rank in range(3):
@@ -471,7 +476,7 @@ def test_a_server_that_is_lost_ends_the_job_and_one_that_comes_back_does_not() -
 def test_who_is_silent_is_waited_for_where_its_process_is_there_and_the_job_needs_it() -> None:
     now, said = [0.0], list[str]()
     settings = PBGConfig(name="pbg", num_partitions=4, lease_seconds=30.0, timeout_seconds=100.0)
-    server = LockServer(settings, 2, 1, lambda: now[0], tell=said.append)
+    server = LockServer(settings, 2, 1, lambda: now[0], tell=said.append, tell_waiting=say_waiting_to(said))
     for rank in range(2):
         ask(server, "join", rank, place=pid_namespace(), pid=os.getpid())
     server.methods()["serve"](Message({"place": pid_namespace(), "pid": os.getpid()}), Caller("parameter 0", 1, 1))
