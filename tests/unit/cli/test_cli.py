@@ -16,10 +16,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from gtrain import backends, config, messages
+from gtrain import backends, config, messages, targets
 from gtrain.cli import entry
 from gtrain.errors import ConfigError
-from gtrain.run import build, preflight
+from gtrain.run import build
 
 LAZY = object()
 """Stands for Hydra 1.3's help of ``--shell-completion``, which is not a string."""
