@@ -72,6 +72,24 @@ class DataError(GtrainError):
     """The input graph, its features or its labels cannot be used."""
 
 
+@contextlib.contextmanager
+def unreadable(problem: str, hint: str, *errors: type[Exception]) -> Iterator[None]:
+    """Raise a DataError of the problem and the first line of an exception, in place of the exception.
+
+    Args:
+        problem: a clause such as ``FILE cannot be read``.
+        hint: the hint.
+        errors: the exceptions; none: all except gtrain's own, for readers in which a garbled file can raise anything.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, GtrainError) or (errors and not isinstance(error, errors)):
+            raise
+        reason = f"no {error.args[0]!r}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise DataError(f"{problem}: {reason.splitlines()[0]}", hint=hint) from error
+
+
 def zero_weights(origin: str, demand: str) -> DataError:
     """Return the error that refuses a graph all of whose edge weights are 0.
 

@@ -24,6 +24,7 @@ def setting(
     *,
     words: Mapping[Any, str] | Sequence[Any] | None = None,
     least: float | None = None,
+    most: float | None = None,
     above: float | None = None,
     below: float | None = None,
     unit: str = "",
@@ -38,8 +39,9 @@ def setting(
         help: the meaning, a clause without a full stop. Markdown: code in back quotes, links relative to ``docs/``.
         words: the allowed values, with or without the meaning of each.
         least: the minimum.
+        most: the maximum.
         above: the exclusive lower bound; it also excludes infinity.
-        below: the exclusive upper bound.
+        below: the exclusive upper bound; infinity: any finite number.
         unit: the unit of the value, such as ``seconds``.
         type: the type that ``gtrain explain`` prints if the annotation is ``Any``.
         follows: the interpolation that is the default in a composed configuration, such as ``${seed}``.
@@ -49,6 +51,7 @@ def setting(
         "help": help,
         "words": words,
         "least": least,
+        "most": most,
         "above": above,
         "below": below,
         "unit": unit,
@@ -112,9 +115,10 @@ def check(group: str, field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def _within(declared: Mapping[str, Any], value: Any) -> bool:
-    least, above, below = declared["least"], declared["above"], declared["below"]
+    least, most, above, below = (declared[key] for key in ("least", "most", "above", "below"))
     return (
         (least is None or value >= least)
+        and (most is None or value <= most)
         and (above is None or above < value < math.inf)
         and (below is None or value < below)
     )
@@ -129,14 +133,16 @@ def choices(words: Mapping[Any, str] | Sequence[Any]) -> str:
 
 def limits(field: dataclasses.Field[Any]) -> str:
     """Return the limits of a number in words, such as ``0 or more batches``; empty without limits."""
-    least, above, below, unit = (field.metadata.get(key) for key in ("least", "above", "below", "unit"))
+    least, most, above, below, unit = (field.metadata.get(key) for key in ("least", "most", "above", "below", "unit"))
     parts = []
     if above is not None:
-        parts.append(f"above {above:g}" if unit else f"a number above {above:g}")
+        parts.append(f"above {above}" if unit else f"a number above {above}")
     if least is not None:
-        parts.append(f"{least:g} or more" if unit else f"at least {least:g}")
-    if below is not None:
-        parts.append(f"below {below:g}")
+        parts.append(f"{least} or more" if unit else f"at least {least}")
+    if most is not None:
+        parts.append(f"at most {most}")
+    if below is not None and below < math.inf:
+        parts.append(f"below {below}")
     text = " and ".join(parts)
     return f"{text} {unit}" if text and unit else text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -11,24 +12,35 @@ from omegaconf import MISSING, DictConfig
 from gtrain.errors import ConfigError
 from gtrain.settings import Settings, changed, schema, setting
 
-_LINK = {"default": "link", "follows": "${oc.select:model.task,link}"}
 _ENTITIES = "settings by entity type, see [entity types](data.md#entity-types)"
 _RELATIONS = "settings of relations, a list, see [entity types](data.md#entity-types)"
 _NAMED = "str or list"
 _ENTRIES = "list or null"
 
 
-@dataclass
-class DataConfig(Settings):
-    """The settings of every source."""
+_WITHOUT_MASKS = ("random", "per_class", "time")
+_SHARE: dict[str, Any] = {"least": 0, "most": 1}
+_POWER_LAW: dict[str, Any] = {"above": 2, "hint": "the mean of a power law is finite above 2."}
+_AT_LEAST_ONE: dict[str, Any] = {"least": 1, "hint": "set 1 or more, or null."}
+
+
+class DataSettings(Settings):
+    """Base of all settings of the group ``data``."""
 
     group: ClassVar[str] = "data"
+
+
+@dataclass
+class DataConfig(DataSettings):
+    """The settings of every source."""
+
     _target_: str = MISSING
     root: str = setting("data", "folder of the raw files", follows="${paths.data}")
     store: str = setting("data/stores", "folder of the partitioned stores", follows="${paths.stores}")
     num_parts: int | None = setting(
         None,
         "number of parts; null: one per rank, `strategy=ps`: one, `strategy=pbg`: one per partition",
+        **_AT_LEAST_ONE,
     )
     partitioner: str = setting(
         "auto",
@@ -57,7 +69,9 @@ class DataConfig(Settings):
     seed: int = setting(
         0, "seed of the generated graph, the split, the partitioner and the order of batches", follows="${seed}"
     )
-    batch_size: int | None = setting(None, "seeds per optimizer step, over all ranks; null: full batch")
+    batch_size: int | None = setting(
+        None, "seeds per optimizer step, over all ranks; null: full batch", **_AT_LEAST_ONE
+    )
     num_neighbors: Any = setting(
         None,
         "fan-out: neighbours per node and hop for strategies that sample, such as `[15,10]`; -1: all neighbours of "
@@ -123,30 +137,46 @@ class DataConfig(Settings):
                 f"data.neg_sampling={self.neg_sampling} was set, and data.task={self.task}.",
                 hint="false edges are for data.task=link; set data.neg_sampling=null",
             )
-        for key in ("num_parts", "batch_size"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(f"data.{key}={value} is too small", hint="set 1 or more, or null")
 
 
 @dataclass
-class PlantedParameters:
+class LinkConfig(DataConfig):
+    """Settings of sources whose edges are predicted, unless the model says otherwise."""
+
+    task: str = changed(DataConfig, "task", "link", follows="${oc.select:model.task,link}")
+
+
+@dataclass
+class RowConfig(DataConfig):
+    """Settings of sources of rows: nodes of a graph without edges."""
+
+    partitioner: str = changed(DataConfig, "partitioner", "random")
+    batch_size: int | None = changed(DataConfig, "batch_size", 512)
+    val_fraction: float = changed(
+        DataConfig, "val_fraction", 0.1, help="fraction of the rows of `path` to validate on, also with `split=public`"
+    )
+
+
+@dataclass
+class PlantedParameters(DataSettings):
     """The parameters of the random graph of :class:`~gtrain.data.planted.PlantedData`."""
 
-    num_nodes: int = setting(5000, "graph nodes")
+    num_nodes: int = setting(5000, "graph nodes", least=2)
     num_edges: int = setting(
-        50000, "directed edges, counting both directions and self-loops; an odd number is reduced by one"
+        50000, "directed edges, counting both directions and self-loops; an odd number is reduced by one", least=2
     )
-    num_features: int = setting(64, "number of features")
-    num_classes: int = setting(8, "number of classes")
+    num_features: int = setting(64, "number of features", least=1)
+    num_classes: int = setting(8, "number of classes", least=2)
     homophily: float = setting(
-        0.8, "fraction of the edges within a class; with `1/num_classes` edges carry no information"
+        0.8, "fraction of the edges within a class; with `1/num_classes` edges carry no information", **_SHARE
     )
-    degree_exponent: float = setting(3.0, "exponent of the degrees' power law, above 2; larger: more even degrees")
+    degree_exponent: float = setting(
+        3.0, "exponent of the degrees' power law, above 2; larger: more even degrees", **_POWER_LAW
+    )
     feature_signal: float = setting(
         2.0, "norm of the class means, in standard deviations of the noise; with 0 features carry no information"
     )
-    label_noise: float = setting(0.1, "fraction of wrong labels")
+    label_noise: float = setting(0.1, "fraction of wrong labels", **_SHARE)
     self_loops: bool = setting(False, "whether each node has a self-loop")
 
 
@@ -155,7 +185,9 @@ class PlantedConfig(PlantedParameters, DataConfig):  # type: ignore[misc]  # bot
     """A generated graph whose best possible accuracy is known."""
 
     _target_: str = "gtrain.data.planted.PlantedData"
-    split: str = changed(DataConfig, "split", "random")
+    split: str = changed(
+        DataConfig, "split", "random", words=_WITHOUT_MASKS, hint="a planted graph has no masks; set data.split=random."
+    )
 
 
 @dataclass
@@ -183,13 +215,11 @@ class AmazonConfig(DataConfig):
 
 
 @dataclass
-class CoauthorConfig(DataConfig):
+class CoauthorConfig(AmazonConfig):
     """Co-authorship graphs, split by class (Shchur et al. 2018)."""
 
     _target_: str = "gtrain.data.sources.pyg.CoauthorData"
     name: str = setting("CS", "`CS` or `Physics`")
-    split: str = changed(DataConfig, "split", "per_class")
-    largest_component: bool = changed(AmazonConfig, "largest_component", False)
 
 
 @dataclass
@@ -215,7 +245,9 @@ class EdgesConfig(DataConfig):
     """An edge list of any size in text or Parquet files, `source target [weight]` on each line."""
 
     _target_: str = "gtrain.data.sources.edges.EdgesData"
-    split: str = changed(DataConfig, "split", "random")
+    split: str = changed(
+        DataConfig, "split", "random", words=_WITHOUT_MASKS, hint="an edge list has no masks; set data.split=random."
+    )
     path: Any = setting(
         None,
         "files, relative to the working directory or to `root`: a name, glob pattern or folder, or a list of these; "
@@ -262,7 +294,9 @@ class EdgesConfig(DataConfig):
         "names); null: none",
     )
     num_nodes: int | None = setting(
-        None, "number of graph nodes; null: the rows of the features or of the labels, else the largest id + 1"
+        None,
+        "number of graph nodes; null: the rows of the features or of the labels, else the largest id + 1",
+        **_AT_LEAST_ONE,
     )
     undirected: bool = setting(False, "whether each line means an edge in both directions")
     entities: Any = setting(None, _ENTITIES, type="dict or null")
@@ -270,10 +304,6 @@ class EdgesConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.split == "public":
-            raise ConfigError("data.split=public, and an edge list has no masks", hint="set data.split=random")
-        if self.num_nodes is not None and self.num_nodes < 1:
-            raise ConfigError(f"data.num_nodes={self.num_nodes} is too small", hint="set 1 or more, or null")
         if self.num_nodes is not None and self.ids == "string":
             raise ConfigError(
                 f"data.num_nodes={self.num_nodes} with data.ids=string, where the nodes are those that the edges name",
@@ -297,11 +327,10 @@ class EdgesConfig(DataConfig):
 
 
 @dataclass
-class KGConfig(DataConfig):
+class KGConfig(LinkConfig):
     """A knowledge graph from files of triples: head, relation and tail, separated by tabs."""
 
     _target_: str = "gtrain.data.sources.kg.KGData"
-    task: str = changed(DataConfig, "task", **_LINK)
     batch_size: int | None = changed(DataConfig, "batch_size", 1000)
     path: str = setting(
         MISSING,
@@ -329,15 +358,10 @@ class KGConfig(DataConfig):
 
 
 @dataclass
-class LibsvmConfig(DataConfig):
+class LibsvmConfig(RowConfig):
     """Sparse rows with labels from libsvm files, `label id:value id:value ...` on each line."""
 
     _target_: str = "gtrain.data.sources.libsvm.LibsvmData"
-    partitioner: str = changed(DataConfig, "partitioner", "random")
-    batch_size: int | None = changed(DataConfig, "batch_size", 512)
-    val_fraction: float = changed(
-        DataConfig, "val_fraction", 0.1, help="fraction of the rows of `path` to validate on, also with `split=public`"
-    )
     path: str = setting(
         MISSING, "file of training rows, relative to the working directory or to `root`; `.gz` is decompressed"
     )
@@ -345,7 +369,13 @@ class LibsvmConfig(DataConfig):
     index_base: str = setting(
         "auto", "the smallest feature id; `auto`: 0 if that id occurs, else 1", words=("auto", "0", "1")
     )
-    num_features: int | None = setting(None, "number of features, below 2^31; null: from the largest id")
+    num_features: int | None = setting(
+        None,
+        "number of features, below 2^31; null: from the largest id",
+        least=1,
+        most=2**31 - 1,
+        hint="number the features without gaps, or hash their ids to fewer; null takes the largest id.",
+    )
     labels: str = setting(
         "auto",
         "labels per row",
@@ -354,32 +384,38 @@ class LibsvmConfig(DataConfig):
 
 
 @dataclass
-class PlantedHeteroParameters:
+class PlantedHeteroParameters(DataSettings):
     """The parameters of the random graph of :class:`~gtrain.data.planted.hetero.PlantedHeteroData`."""
 
     num_papers: int = setting(4000, "papers, which have labels and features; at least `num_classes`")
     num_authors: int = setting(2000, "authors, which have features; at least `num_classes`")
     num_terms: int = setting(500, "terms, which have no features; at least `num_classes`")
     num_writes: int = setting(
-        12000, "edges from author to paper, counting one direction; at most half of the possible pairs"
+        12000, "edges from author to paper, counting one direction; at most half of the possible pairs", least=0
     )
-    num_cites: int = setting(12000, "edges from paper to paper; at most half of the possible pairs")
-    num_mentions: int = setting(20000, "edges from paper to term; at most half of the possible pairs")
+    num_cites: int = setting(12000, "edges from paper to paper; at most half of the possible pairs", least=0)
+    num_mentions: int = setting(20000, "edges from paper to term; at most half of the possible pairs", least=0)
     writes_homophily: float = setting(
         0.8,
         "fraction of the `writes` edges within a class, 0 to 1; with `1/num_classes` the relation carries no "
         "information",
+        **_SHARE,
     )
-    cites_homophily: float = setting(0.7, "fraction of the `cites` edges within a class")
-    mentions_homophily: float = setting(0.4, "fraction of the `mentions` edges within a class")
-    num_classes: int = setting(4, "number of classes, 2 or more")
-    num_features: int = setting(64, "number of features of papers")
-    num_author_features: int = setting(16, "number of features of authors")
+    cites_homophily: float = setting(0.7, "fraction of the `cites` edges within a class", **_SHARE)
+    mentions_homophily: float = setting(0.4, "fraction of the `mentions` edges within a class", **_SHARE)
+    num_classes: int = setting(4, "number of classes, 2 or more", least=2)
+    num_features: int = setting(64, "number of features of papers", least=1)
+    num_author_features: int = setting(16, "number of features of authors", least=1)
     feature_signal: float = setting(
-        1.0, "norm of the class means, in standard deviations of the noise; with 0 features carry no information"
+        1.0,
+        "norm of the class means, in standard deviations of the noise; with 0 features carry no information",
+        least=0,
+        below=math.inf,
     )
-    degree_exponent: float = setting(3.0, "exponent of the degrees' power law, above 2; larger: more even degrees")
-    label_noise: float = setting(0.1, "fraction of wrong labels, 0 to 1")
+    degree_exponent: float = setting(
+        3.0, "exponent of the degrees' power law, above 2; larger: more even degrees", **_POWER_LAW
+    )
+    label_noise: float = setting(0.1, "fraction of wrong labels, 0 to 1", **_SHARE)
 
 
 @dataclass
@@ -387,75 +423,97 @@ class PlantedHeteroConfig(PlantedHeteroParameters, DataConfig):  # type: ignore[
     """A generated heterogeneous graph whose best possible accuracy is known."""
 
     _target_: str = "gtrain.data.planted.hetero.PlantedHeteroData"
-    split: str = changed(DataConfig, "split", "random")
+    split: str = changed(PlantedConfig, "split", "random")
 
 
 @dataclass
-class PlantedTemporalParameters:
+class PlantedTemporalParameters(DataSettings):
     """The parameters of the random events of :class:`~gtrain.data.planted.temporal.PlantedTemporalData`."""
 
-    num_nodes: int = setting(1000, "graph nodes, 4 or more")
-    num_events: int = setting(50000, "events: directed edges with times")
-    num_communities: int = setting(20, "communities, from 2 to half the number of nodes")
+    num_nodes: int = setting(1000, "graph nodes, 4 or more", least=4)
+    num_events: int = setting(50000, "events: directed edges with times", least=1)
+    num_communities: int = setting(20, "communities, from 2 to half the number of nodes", least=2)
     predictability: float = setting(
-        0.9, "probability that the target is drawn from the source's community; otherwise from all nodes"
+        0.9, "probability that the target is drawn from the source's community; otherwise from all nodes", **_SHARE
     )
-    drift: float = setting(0.5, "mean number of times that a node changes its community over the time span, 0 to 50")
-    time_span: int = setting(1_000_000, "times are integers from 0 to `time_span - 1`; at most 2^56")
-    degree_exponent: float = setting(3.0, "exponent of the power law of the sources' activity, above 2")
+    drift: float = setting(
+        0.5,
+        "mean number of times that a node changes its community over the time span, 0 to 50",
+        least=0,
+        most=50,
+        hint="nodes move at 50 times at most.",
+    )
+    time_span: int = setting(
+        1_000_000, "times are integers from 0 to `time_span - 1`; at most 2^56", least=1, most=2**56
+    )
+    degree_exponent: float = setting(3.0, "exponent of the power law of the sources' activity, above 2", **_POWER_LAW)
 
 
 @dataclass
-class PlantedTemporalConfig(PlantedTemporalParameters, DataConfig):
+class PlantedTemporalConfig(PlantedTemporalParameters, LinkConfig):
     """Generated events whose best possible AUC is known."""
 
     _target_: str = "gtrain.data.planted.temporal.PlantedTemporalData"
-    split: str = changed(DataConfig, "split", "time")
-    task: str = changed(DataConfig, "task", **_LINK)
+    split: str = changed(
+        DataConfig, "split", "time", words=_WITHOUT_MASKS, hint="generated events hold none out; set data.split=time."
+    )
 
 
 @dataclass
-class PlantedKGParameters:
+class PlantedKGParameters(DataSettings):
     """The parameters of the random triples of :class:`~gtrain.data.planted.kg.PlantedKGData`."""
 
-    num_entities: int = setting(1000, "entities, the graph nodes")
-    num_relations: int = setting(10, "relations, each a shift around the ring; at most `num_positions`")
-    num_positions: int = setting(200, "positions of the ring, at most `num_entities`")
+    num_entities: int = setting(1000, "entities, the graph nodes", least=2)
+    num_relations: int = setting(10, "relations, each a shift around the ring; at most `num_positions`", least=1)
+    num_positions: int = setting(200, "positions of the ring, at most `num_entities`", least=2)
     num_triples: int = setting(
         45000,
         "triples of all splits; those that follow a rule are at most "
         "`num_relations * num_entities * (num_entities // num_positions)`",
+        least=3,
     )
-    noise: float = setting(0.05, "fraction of random triples, which follow no rule")
-    held_out: float = setting(0.05, "fraction to validate on, and the same fraction to test on; above 0, below 0.5")
+    noise: float = setting(0.05, "fraction of random triples, which follow no rule", **_SHARE)
+    held_out: float = setting(
+        0.05, "fraction to validate on, and the same fraction to test on; above 0, below 0.5", above=0, below=0.5
+    )
     num_types: int = setting(
-        1, "entity types `type_0`, `type_1`...; relation r joins type r to type r + 1, modulo `num_types`"
+        1, "entity types `type_0`, `type_1`...; relation r joins type r to type r + 1, modulo `num_types`", least=1
     )
 
 
 @dataclass
-class PlantedKGConfig(PlantedKGParameters, DataConfig):
+class PlantedKGConfig(PlantedKGParameters, LinkConfig):
     """A generated knowledge graph whose best possible filtered MRR is known."""
 
     _target_: str = "gtrain.data.planted.kg.PlantedKGData"
-    task: str = changed(DataConfig, "task", **_LINK)
+    split: str = changed(
+        DataConfig,
+        "split",
+        "public",
+        words=("public",),
+        hint="the generator holds triples out itself, for which the best score is known; set data.split=public, and "
+        "data.held_out to the share of val and of test.",
+    )
     entities: Any = setting(None, _ENTITIES, type="dict or null")
     relations: Any = setting(None, f"{_RELATIONS}; they are called `shift_<n>`", type=_ENTRIES)
 
 
 @dataclass
-class PlantedSparseParameters:
+class PlantedSparseParameters(DataSettings):
     """The parameters of the random rows of :class:`~gtrain.data.planted.sparse.PlantedSparseData`."""
 
-    num_rows: int = setting(20000, "number of rows")
-    num_features: int = setting(1000, "number of columns")
-    features_per_row: int = setting(20, "nonzero entries per row, at most half the number of columns")
+    num_rows: int = setting(20000, "number of rows", least=2)
+    num_features: int = setting(1000, "number of columns", least=2)
+    features_per_row: int = setting(20, "nonzero entries per row, at most half the number of columns", least=1)
     zipf_exponent: float = setting(
-        1.0, "the r-th most frequent feature occurs in proportion to `r^-zipf_exponent`; 0 or more"
+        1.0,
+        "the r-th most frequent feature occurs in proportion to `r^-zipf_exponent`; 0 or more",
+        least=0,
+        below=math.inf,
     )
     binary: bool = setting(True, "whether all values are 1; false: standard normal values")
-    signal: float = setting(2.0, "standard deviation of the logits, 0 or more")
-    positive_rate: float = setting(0.3, "expected fraction of label 1, above 0 and below 1")
+    signal: float = setting(2.0, "standard deviation of the logits, 0 or more", least=0, below=math.inf)
+    positive_rate: float = setting(0.3, "expected fraction of label 1, above 0 and below 1", above=0, below=1)
 
 
 @dataclass
@@ -463,7 +521,10 @@ class PlantedSparseConfig(PlantedSparseParameters, DataConfig):
     """Generated rows of sparse features whose best possible accuracy and AUC are known."""
 
     _target_: str = "gtrain.data.planted.sparse.PlantedSparseData"
-    split: str = changed(DataConfig, "split", "random")
+    split: str = changed(
+        DataConfig, "split", "random", words=_WITHOUT_MASKS, hint="generated rows have no masks; set data.split=random."
+    )
+    num_classes: int | None = changed(DataConfig, "num_classes", 2)
 
 
 @dataclass
@@ -493,29 +554,30 @@ class HeCoConfig(DataConfig):
 
 
 @dataclass
-class TemporalConfig(DataConfig):
+class TemporalConfig(LinkConfig):
     """Events with times from a text file, `source target time` on each line."""
 
     _target_: str = "gtrain.data.sources.temporal.TemporalData"
     split: str = changed(DataConfig, "split", "time")
     train_fraction: float = changed(DataConfig, "train_fraction", 0.7)
     val_fraction: float = changed(DataConfig, "val_fraction", 0.15)
-    task: str = changed(DataConfig, "task", **_LINK)
     path: str = setting(MISSING, "the file, relative to the working directory or to `root`; `.gz` is decompressed")
     time_column: int = setting(2, "column of the times, from 0")
     time_scale: float = setting(
-        1.0, "factor by which times are multiplied before they are rounded to integers: `1000` keeps thousandths"
+        1.0,
+        "factor by which times are multiplied before they are rounded to integers: `1000` keeps thousandths",
+        above=0,
+        hint="set 1, or 1000 for thousandths.",
     )
     features: str | None = setting(None, 'columns that become `edge_attr`, as a slice such as `"4:"`; null: none')
     bipartite: bool = setting(False, "whether sources and targets are disjoint sets of nodes, each with ids from 0")
 
 
 @dataclass
-class BigGraphConfig(DataConfig):
+class BigGraphConfig(LinkConfig):
     """PyTorch-BigGraph's folders: entities and edges by partition."""
 
     _target_: str = "gtrain.data.sources.biggraph.BigGraphData"
-    task: str = changed(DataConfig, "task", **_LINK)
     path: str = setting(
         MISSING,
         "folder of `entity_count_<type>_<part>.txt` (PyTorch-BigGraph's `entity_path`), and optionally files of names "
@@ -586,7 +648,9 @@ class MusaeConfig(DataConfig):
     """Social networks with sparse features: Facebook pages, Twitch (Rozemberczki et al. 2021)."""
 
     _target_: str = "gtrain.data.sources.musae.MusaeData"
-    split: str = changed(DataConfig, "split", "random")
+    split: str = changed(
+        DataConfig, "split", "random", words=_WITHOUT_MASKS, hint="MUSAE's data have no masks; set data.split=random."
+    )
     name: str = setting("facebook", "prefix of the file names, or a country of Twitch, such as `DE`")
     path: str | None = setting(None, "folder of the files; null: `<root>/musae`, or `root`")
     label: str | None = setting(
@@ -595,13 +659,10 @@ class MusaeConfig(DataConfig):
 
 
 @dataclass
-class ParquetConfig(DataConfig):
+class ParquetConfig(RowConfig):
     """Rows of features with a label, from Parquet files."""
 
     _target_: str = "gtrain.data.sources.parquet.ParquetData"
-    partitioner: str = changed(DataConfig, "partitioner", "random")
-    batch_size: int | None = changed(DataConfig, "batch_size", 512)
-    val_fraction: float = changed(LibsvmConfig, "val_fraction", 0.1)
     path: str = setting(
         MISSING, "file of training rows, or a folder of such files, relative to the working directory or to `root`"
     )
@@ -612,12 +673,12 @@ class ParquetConfig(DataConfig):
     )
     ids: str | None = setting(None, "column of lists of feature ids, from 0; null: none")
     values: str | None = setting(None, "column of lists of the values of `ids`; null: ones")
-    num_features: int | None = setting(None, "number of feature ids; null: the largest id + 1")
+    num_features: int | None = setting(None, "number of feature ids; null: the largest id + 1", **_AT_LEAST_ONE)
     dense: list[str] | None = setting(None, "numeric columns, such as `[price,age]`; null: none")
     categorical: list[str] | None = setting(
         None, "columns of strings or integers, whose values are hashed, such as `[city,user]`; null: none"
     )
-    buckets: int = setting(1048576, "columns of `x` per categorical column (hash buckets)")
+    buckets: int = setting(1048576, "columns of `x` per categorical column (hash buckets)", least=1)
     nulls: str = setting(
         "error",
         "null and NaN features",

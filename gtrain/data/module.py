@@ -10,10 +10,11 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, get_args
 
 import lightning.pytorch as pl
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from gtrain.data.batches.loader import SeedLoader, has_split, num_link_seeds
 from gtrain.data.batches.sampling import Sampling
@@ -45,12 +46,16 @@ TRIPLES_OUTLINE = {**OUTLINE, "num_features": None, "num_classes": None, "num_re
 EVENTS_OUTLINE = {**TRIPLES_OUTLINE, "num_relations": None}
 
 
-class GraphDataModule(pl.LightningDataModule):
+S = TypeVar("S", bound=DataConfig, covariant=True, default=DataConfig)
+
+
+class GraphDataModule(pl.LightningDataModule, Generic[S]):
     """A graph with a task on its nodes or its edges, saved as a partitioned store.
 
     A source overrides :meth:`identity` and :meth:`read`, and sets ``name``. This class does the rest: the first process
     that needs the graph reads, checks, splits and partitions it and writes the store; all other processes open the
-    store. Rows of sparse features are nodes of a graph without edges.
+    store. Rows of sparse features are nodes of a graph without edges. A source with settings of its own inherits from
+    ``GraphDataModule[ITS_CONFIG]``.
 
     Args:
         settings: an object of :attr:`settings_type`; None: constructed from the keywords.
@@ -64,8 +69,8 @@ class GraphDataModule(pl.LightningDataModule):
     """
 
     settings_type: ClassVar[type[DataConfig]] = DataConfig
-    """The dataclass that declares the settings, which are the constructor's keywords."""
-    settings: DataConfig
+    """The dataclass that declares the settings, which are the constructor's keywords: the argument in brackets."""
+    settings: S
     name: str = "graph"
     schema: DataSchema = DataSchema(None, None)
     """Entity types and relations, for sources that support them."""
@@ -92,13 +97,17 @@ class GraphDataModule(pl.LightningDataModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Give the constructor a signature that lists the settings."""
         super().__init_subclass__(**kwargs)
+        arguments = [argument for base in vars(cls).get("__orig_bases__", ()) for argument in get_args(base)]
+        for config in arguments:
+            if isinstance(config, type) and issubclass(config, DataConfig):
+                cls.settings_type = config
         cls.__signature__ = signature_of(  # type: ignore[attr-defined]
             cls, lambda: parameters(cls.settings_type, hidden=("_target_",)), own="settings_type" in vars(cls)
         )
 
-    def __init__(self, settings: DataConfig | None = None, **keywords: Any) -> None:
+    def __init__(self, settings: S | None = None, **keywords: Any) -> None:
         super().__init__()
-        self.settings = given = build_settings(self.settings_type, type(self).__name__, settings, keywords)
+        self.settings = given = build_settings(self.settings_type, type(self).__name__, settings, keywords)  # type: ignore[type-var]
         self.root = Path(given.root).expanduser()
         self.store = Path(given.store).expanduser()
         self.partitioner = given.partitioner
@@ -195,11 +204,10 @@ class GraphDataModule(pl.LightningDataModule):
     def store_path(self) -> Path:
         """Folder of this graph's store; its name has a digest of all options. An existing store of an earlier format
         that is still readable is used."""
-        paths = []
-        for version in READABLE:
-            text = json.dumps({**self._source(), "format": version}, sort_keys=True, default=str)
-            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-            paths.append(self.store / f"{self.name}-{self.num_parts}parts-{digest}")
+        source = self._source()
+        texts = [json.dumps({**source, "format": number}, sort_keys=True, default=str) for number in READABLE]
+        digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
+        paths = [self.store / f"{self.name}-{self.num_parts}parts-{digest}" for digest in digests]
         return next((path for path in paths if path.exists()), paths[0])
 
     @property
@@ -222,6 +230,14 @@ class GraphDataModule(pl.LightningDataModule):
             self.schema.check_partitions(self.num_parts, self.parts_key)
         if type(self).fetch is GraphDataModule.fetch:  # sources with a fetch may still have to download files
             self.identity()  # stamps each file
+        self.check_files()
+
+    def check_files(self) -> None:
+        """Refuse missing or malformed files before the graph is read; sources override this.
+
+        Raises:
+            ConfigError, DataError: names the setting or the file.
+        """
 
     def check_negative(self, weight: str) -> None:
         """Refuse a negative edge weight if :attr:`weight_demand` gives a reason.

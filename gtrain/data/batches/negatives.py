@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -98,7 +99,6 @@ class _End:
         self._offsets = store.offsets_of(kind)
         self.timed = time is not None and time in store.node_tensors(kind)
         self._times = [store.node(str(time), part, kind) for part in range(store.num_parts)] if self.timed else []
-        self._earliest: int | None = None
 
     def draw(self, edge_id: Tensor, draws: int, *words: int) -> Tensor:
         """Global ids ``[B, draws]``, uniform."""
@@ -113,15 +113,12 @@ class _End:
             node_times[mine] = times[ids[mine] - self._offsets[number]].to(node_times.dtype)
         return node_times
 
-    @property
+    @cached_property
     def earliest(self) -> int:
         """The node with the earliest time; of several, the one with the lowest orig id."""
-        if self._earliest is None:
-            everyone = torch.cat(self._times)
-            first = (everyone == everyone.min()).nonzero().flatten()
-            orig = torch.cat(self._ids.orig_ids)[first]
-            self._earliest = int(first[orig.argmin()])
-        return self._earliest
+        everyone = torch.cat(self._times)
+        first = (everyone == everyone.min()).nonzero().flatten()
+        return int(first[torch.cat(self._ids.orig_ids)[first].argmin()])
 
 
 def check_negatives(form: str | None, amount: float) -> None:

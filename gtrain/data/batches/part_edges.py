@@ -27,10 +27,7 @@ class PartEdges:
 
     def __init__(self, store: Store, edge_type: EdgeType | None, split: str, parts: Sequence[int]) -> None:
         kind = edge_type or store.edge_types[0]
-        self._pieces: list[_Edges] = [
-            _TrainEdges(store, kind, part) if split == "train" else _HeldOutEdges(store, kind, part, split)
-            for part in parts
-        ]
+        self._pieces = [_Piece(store, kind, part, split) for part in parts]
         sizes = torch.tensor([0, *(len(piece) for piece in self._pieces)])
         self._start, self._parts = sizes.cumsum(0), torch.tensor(list(parts))
 
@@ -71,7 +68,7 @@ class PartEdges:
                 extra.setdefault(name, value.new_zeros(chosen.numel()))[index] = value
         return ScoredEdges(source, target, extra)
 
-    def _by_piece(self, chosen: Tensor) -> list[tuple[_Edges, Tensor, Tensor]]:
+    def _by_piece(self, chosen: Tensor) -> list[tuple[_Piece, Tensor, Tensor]]:
         """Return each piece with the indices into ``chosen`` of its edges, and their positions in the piece."""
         if len(self._pieces) == 1:
             return [(self._pieces[0], torch.arange(chosen.numel()), chosen)]
@@ -83,36 +80,19 @@ class PartEdges:
         return groups
 
 
-class _TrainEdges:
-    """The in-edges of a part's nodes."""
-
-    def __init__(self, store: Store, kind: EdgeType, part: int) -> None:
-        self._first = int(store.offsets_of(kind[2])[part])
-        self._indptr, self._indices = (store.edge(name, part, kind) for name in ("indptr", "indices"))
-        there = store.edge_tensors(kind)
-        self._tensors = {n: store.edge(f"edge_{n}", part, kind) for n in ("id", *_OPTIONAL) if f"edge_{n}" in there}
-        self.optional = [name for name in self._tensors if name != "id"]
-
-    def __len__(self) -> int:
-        return self._indices.numel()
-
-    def ends(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        target = torch.searchsorted(self._indptr, rows.contiguous(), right=True) - 1 + self._first
-        return self._indices[rows].long(), target
-
-    def edge_id(self, rows: Tensor | slice) -> Tensor:
-        return self._tensors["id"][rows]
-
-    def tensor(self, name: str, rows: Tensor) -> Tensor:
-        return self._tensors[name][rows]
-
-
-class _HeldOutEdges:
-    """The edges that are held out of a part."""
+class _Piece:
+    """The edges of one part and split: the in-edges of its nodes, or those held out of them."""
 
     def __init__(self, store: Store, kind: EdgeType, part: int, split: str) -> None:
-        names = store.held_out_tensors(split, kind)
-        self._tensors = {name: store.held_out(name, part, split, kind) for name in names}
+        self._indptr: Tensor | None = None
+        if split == "train":
+            self._indptr, self._first = store.edge("indptr", part, kind), int(store.offsets_of(kind[2])[part])
+            names = store.edge_tensors(kind)
+            read = {f"edge_{n}": f"edge_{n}" for n in ("id", *_OPTIONAL) if f"edge_{n}" in names}
+            self._tensors = {name: store.edge(n, part, kind) for name, n in {"source": "indices", **read}.items()}
+        else:
+            names = store.held_out_tensors(split, kind)
+            self._tensors = {name: store.held_out(name, part, split, kind) for name in names}
         self.optional = [name for name in _OPTIONAL if f"edge_{name}" in self._tensors]
 
     def __len__(self) -> int:
@@ -121,13 +101,13 @@ class _HeldOutEdges:
     def ends(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         if not self._tensors:
             return rows, rows
-        return self._tensors["source"][rows], self._tensors["target"][rows]
+        source = self._tensors["source"][rows].long()
+        if self._indptr is None:
+            return source, self._tensors["target"][rows]
+        return source, torch.searchsorted(self._indptr, rows.contiguous(), right=True) - 1 + self._first
 
     def edge_id(self, rows: Tensor | slice) -> Tensor:
         return self._tensors["edge_id"][rows] if self._tensors else torch.empty(0, dtype=torch.int64)
 
     def tensor(self, name: str, rows: Tensor) -> Tensor:
         return self._tensors[f"edge_{name}"][rows]
-
-
-_Edges = _TrainEdges | _HeldOutEdges

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 
+from gtrain.data.batches.loader import prefetched
 from gtrain.data.ingest.columns import Column
-from gtrain.data.ingest.dictionary import Dictionary, Keys
-from gtrain.data.ingest.format import EdgeFormat
-from gtrain.data.ingest.layout import IdTypes, text_layout
+from gtrain.data.ingest.dictionary import Dictionary, EdgeRows, Ints, Keys, first_true
+from gtrain.data.ingest.format import EdgeFormat, IdTypes, text_layout
 from gtrain.data.ingest.lines import TextReader
 from gtrain.data.ingest.parquet import ParquetReader, is_parquet
-from gtrain.data.ingest.rows import EdgeRows, Ints, first_true
 from gtrain.errors import DataError
 
 log = logging.getLogger("gtrain")
-T = TypeVar("T")
 
 PROGRESS_SECONDS = 5.0
 """Interval between two progress lines."""
@@ -111,7 +106,7 @@ def read_edge_list(
     files = _FileSequence(paths, options)
     collector = _EdgeCollector(folder, limit or NodeLimit(), check_negative)
     progress = Progress(paths[0].name if len(paths) == 1 else f"{len(paths)} files", files.total)
-    for rows, read, file in read_ahead(files.rows()):
+    for rows, read, file in prefetched(files.rows(), 3, "gtrain-ingest"):
         collector.add(rows, None if edge_sets is None else edge_sets[file])
         progress.update(collector.num_edges, read)
     if not collector.num_edges:
@@ -323,17 +318,3 @@ class Progress:
         log.info(
             "read %s: %s edges between %s nodes in %.1f s%s", self._name, f"{edges:,}", f"{nodes:,}", seconds, rate
         )
-
-
-def read_ahead(items: Iterator[T], depth: int = 3) -> Iterator[T]:
-    """Yield the items of an iterator that runs in a background thread, up to ``depth`` items ahead."""
-    end = object()
-    with ThreadPoolExecutor(1, thread_name_prefix="gtrain-ingest") as pool:
-
-        def submit() -> Future[T | object]:
-            return pool.submit(next, items, end)
-
-        pending = deque(submit() for _ in range(depth))
-        while (item := pending.popleft().result()) is not end:
-            pending.append(submit())
-            yield item  # type: ignore[misc]

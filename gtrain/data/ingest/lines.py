@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,8 @@ import pyarrow.csv
 from numpy.typing import NDArray
 
 from gtrain.data.ingest.blocks import Block, read_blocks
-from gtrain.data.ingest.dictionary import Keys
-from gtrain.data.ingest.format import EdgeFormat
-from gtrain.data.ingest.layout import TextLayout, split_fields, to_integer, to_number
-from gtrain.data.ingest.rows import EdgeRows, Ints, first_true
+from gtrain.data.ingest.dictionary import EdgeRows, Ints, Keys, first_true
+from gtrain.data.ingest.format import EdgeFormat, TextLayout, split_fields, to_integer, to_number
 from gtrain.errors import DataError
 
 ColumnTypes = Mapping[int, pa.DataType]
@@ -125,8 +124,8 @@ class LineReader:
                 columns = self._split(block)
             skipped = int(block.line <= self.header < block.line_at(len(block.text)))  # the header is the first row
             if len(columns[0]) > skipped:
-                lines = _BlockLines(block, self._comments, self._blanks, skipped)
-                yield TextPiece(lines, [column.slice(skipped) for column in columns])
+                lines = partial(block.lines, self._comments, self._blanks)
+                yield TextPiece(block, [column.slice(skipped) for column in columns], skipped, lines)
 
     def line(self, row: int) -> int:
         """Return the line number of a row, from 1; reads the file again."""
@@ -228,38 +227,32 @@ def _check_encoding(block: Block) -> None:
         ) from None
 
 
-class _BlockLines:
-    """Maps the rows of a block to its lines, for messages; slow."""
-
-    def __init__(self, block: Block, comments: str, blanks: str, skipped: int) -> None:
-        self.block = block
-        self._arguments = comments, blanks
-        self._skipped = skipped
-
-    def of(self, row: int) -> tuple[int, str]:
-        """Return (line number, line) of a row."""
-        return next(itertools.islice(self.block.lines(*self._arguments), row + self._skipped, None))
-
-
 class TextPiece:
     """The requested columns of one block.
 
     Args:
-        lines: the lines of the block, for messages.
+        block: the block.
         columns: the fields of each column: of the requested type, or strings if Arrow could not convert them.
+        skipped: rows of the block before the first of the columns.
+        lines: returns the number and the text of the lines that are rows, for messages.
     """
 
-    def __init__(self, lines: _BlockLines, columns: Sequence[pa.Array]) -> None:
-        self.block = lines.block
-        self._lines = lines
-        self._columns = columns
+    def __init__(
+        self,
+        block: Block,
+        columns: Sequence[pa.Array],
+        skipped: int,
+        lines: Callable[[], Iterator[tuple[int, str]]],
+    ) -> None:
+        self.block = block
+        self._columns, self._skipped, self._lines = columns, skipped, lines
 
     def __len__(self) -> int:
         return len(self._columns[0])
 
     def line(self, row: int) -> int:
         """Return the line number of a row, from 1; slow, for messages."""
-        return self._lines.of(row)[0]
+        return self._numbered(row)[0]
 
     def location(self, row: int) -> str:
         """Return the file and the line of a row, for messages."""
@@ -350,4 +343,7 @@ class TextPiece:
 
     def _line(self, row: int) -> str:
         """Return the first 60 characters of a row's line."""
-        return self._lines.of(row)[1].strip()[:60]
+        return self._numbered(row)[1].strip()[:60]
+
+    def _numbered(self, row: int) -> tuple[int, str]:
+        return next(itertools.islice(self._lines(), row + self._skipped, None))

@@ -13,11 +13,9 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from gtrain.data.ingest.blocks import LONGEST_LINE
-from gtrain.data.ingest.dictionary import Keys
-from gtrain.data.ingest.format import EdgeFormat
-from gtrain.data.ingest.layout import IdTypes
-from gtrain.data.ingest.rows import EdgeRows, Ints, first_true
-from gtrain.errors import DataError
+from gtrain.data.ingest.dictionary import EdgeRows, Ints, Keys, first_true
+from gtrain.data.ingest.format import EdgeFormat, IdTypes
+from gtrain.errors import DataError, unreadable
 
 BATCH = 1 << 18
 MAGIC = b"PAR1"
@@ -48,13 +46,9 @@ class ParquetReader:
 
     def __init__(self, path: Path, options: EdgeFormat, id_types: IdTypes | None) -> None:
         self.path = path
-        try:
+        hint = "write it again, or remove .parquet from its name if it is text"
+        with unreadable(f"{path} is not a Parquet file, or is damaged", hint, pa.ArrowInvalid, OSError):
             self._file = pyarrow.parquet.ParquetFile(path)
-        except (pa.ArrowInvalid, OSError) as err:
-            raise DataError(
-                f"{path} is not a Parquet file, or is damaged: {str(err).splitlines()[0]}",
-                hint="write it again, or remove .parquet from its name if it is text",
-            ) from err
         schema = self._file.schema_arrow
         if not options.chosen and len(schema.names) not in (2, 3):
             raise DataError(
@@ -150,13 +144,10 @@ class _BatchColumn:
         return f"{self.path}, row {self.first + row} (from 0)"
 
     def integers(self) -> Ints:
-        try:
+        problem = f"{self.path}: the column {self.name!r} has a number that does not fit int64"
+        hint = "set data.ids=string to number such ids in order of first appearance"
+        with unreadable(problem, hint, pa.ArrowInvalid):
             return np.asarray(self.values.cast(pa.int64()).to_numpy(zero_copy_only=False))
-        except pa.ArrowInvalid as err:
-            raise DataError(
-                f"{self.path}: the column {self.name!r} has a number that does not fit int64: {err}",
-                hint="set data.ids=string to number such ids in order of first appearance",
-            ) from err
 
     def weights(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         values = np.asarray(self.values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False))
@@ -170,15 +161,11 @@ class _BatchColumn:
         return values.astype(np.float32)
 
     def strings(self) -> pa.LargeStringArray:
-        try:
+        rows = f"rows {self.first}..{self.first + len(self.values) - 1}"
+        problem = f"{self.path}: the column {self.name!r} holds bytes that are not UTF-8, in {rows}"
+        with unreadable(problem, "write the file again with UTF-8 strings", pa.ArrowInvalid):
             strings = self.values.cast(pa.large_string())
             strings.validate(full=True)
-        except pa.ArrowInvalid as err:
-            raise DataError(
-                f"{self.path}: the column {self.name!r} holds bytes that are not UTF-8, in rows {self.first}.."
-                f"{self.first + len(self.values) - 1}: {err}",
-                hint="write the file again with UTF-8 strings",
-            ) from err
         lengths = np.asarray(pyarrow.compute.binary_length(strings).to_numpy(zero_copy_only=False))
         wrong = first_true((lengths == 0) | (lengths > LONGEST_LINE))
         if wrong is not None:

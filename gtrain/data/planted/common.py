@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import TypeVar
 
-from gtrain.data.config import DataConfig
-from gtrain.data.module import GraphDataModule
-from gtrain.errors import ConfigError
+from gtrain.data.module import GraphDataModule, S
 from gtrain.graph.store.files import chunks, row_bytes
 from gtrain.settings import part
 
@@ -20,72 +18,37 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-class PlantedSource(GraphDataModule):
+Model = TypeVar("Model", default=Any)
+
+
+class PlantedSource(GraphDataModule[S], Generic[S, Model]):
     """Base of the sources that draw a graph from a model with a known best possible score.
 
+    A source inherits from ``PlantedSource[ITS_CONFIG, ITS_MODEL]``, whose second argument is a dataclass of the
+    generator's parameters; all of them are settings of the source.
+
     Attributes:
-        model_type: dataclass of the generator's parameters, all of them settings of the source; validates itself.
-        model: the parameters.
-        no_masks: the reason why ``data.split=public`` is rejected, and the split to set instead.
+        model: the parameters; they validate themselves.
     """
 
     model_type: ClassVar[type]
-    model: Any
-    no_masks: ClassVar[tuple[str, str]] = ("a planted graph has no masks", "random")
+    model: Model
 
-    def __init__(self, settings: DataConfig | None = None, **keywords: Any) -> None:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.model_type = get_args(cls.__orig_bases__[0])[1]  # type: ignore[attr-defined]
+
+    def __init__(self, settings: S | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
         self.model = part(self.model_type, self.settings)
-        self._facts: dict[str, Any] = {}
-        self.check_split()
-
-    def check_split(self) -> None:
-        """Raise ConfigError for a split that the generator does not support."""
-        if self.split.kind == "public":
-            reason, instead = self.no_masks
-            raise ConfigError(f"data.split=public, and {reason}", hint=f"set data.split={instead}")
 
     def identity(self) -> dict[str, Any]:
         """Return the generator's parameters and its seed."""
-        return {**asdict(self.model), "seed": self.seed}
+        return {**asdict(self.model), "seed": self.seed}  # type: ignore[call-overload]
 
     def numbering(self) -> dict[str, Any]:
         """Return the generator's parameters, which determine the nodes."""
         return {"data": self.name, **self.identity()}
-
-    def extra_facts(self) -> dict[str, Any]:
-        """Return the best possible scores, which :meth:`read` computes."""
-        return dict(self._facts)
-
-
-def check_least(model: object, least: Mapping[str, int]) -> None:
-    """Raise ConfigError if an attribute is below its smallest allowed value."""
-    for key, limit in least.items():
-        if not getattr(model, key) >= limit:
-            raise ConfigError(f"data.{key}={getattr(model, key)} is too small", hint=f"set {limit} or more")
-
-
-def check_finite(model: object, least: Mapping[str, float]) -> None:
-    """Raise ConfigError if an attribute is not finite, or below its smallest allowed value."""
-    for key, limit in least.items():
-        value = getattr(model, key)
-        if not (math.isfinite(value) and value >= limit):
-            raise ConfigError(f"data.{key}={value} is out of range", hint=f"set a number from {limit:g}")
-
-
-def check_shares(model: object, *keys: str) -> None:
-    """Raise ConfigError if an attribute is not a probability."""
-    for key in keys:
-        if not 0 <= getattr(model, key) <= 1:
-            raise ConfigError(f"data.{key}={getattr(model, key)} is not a probability", hint="set 0 to 1")
-
-
-def check_exponent(model: Any) -> None:
-    """Raise ConfigError if ``degree_exponent`` gives a power law without a finite mean."""
-    if not 2 < model.degree_exponent < math.inf:
-        raise ConfigError(
-            f"data.degree_exponent={model.degree_exponent:g} has no finite mean degree", hint="set more than 2"
-        )
 
 
 def power_law(count: int, exponent: float, rng: np.random.Generator) -> Floats:

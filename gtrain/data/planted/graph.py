@@ -15,9 +15,6 @@ from gtrain.data.planted.common import (
     Floats,
     Ints,
     PlantedSource,
-    check_exponent,
-    check_least,
-    check_shares,
     class_features,
     expected_accuracy,
     log_odds,
@@ -33,9 +30,7 @@ class PlantedModel(PlantedParameters):
     """The parameters of the generator, checked; see :class:`PlantedData` for their meaning."""
 
     def __post_init__(self) -> None:
-        check_least(self, {"num_nodes": 2, "num_edges": 2, "num_features": 1, "num_classes": 2})
-        check_shares(self, "homophily", "label_noise")
-        check_exponent(self)
+        super().__post_init__()
         if self.num_classes > self.num_nodes:
             raise ConfigError(
                 f"data.num_classes={self.num_classes} is more than data.num_nodes={self.num_nodes}",
@@ -79,7 +74,7 @@ class PlantedModel(PlantedParameters):
                 )
 
 
-class PlantedData(PlantedSource):
+class PlantedData(PlantedSource[PlantedConfig, PlantedModel]):
     """A degree-corrected planted partition (Karrer and Newman 2011) with Gaussian features.
 
     Every node has a class; classes are of equal size. Node i has a weight ``theta_i`` from a power law. Of the
@@ -111,11 +106,6 @@ class PlantedData(PlantedSource):
 
     name = "planted"
     outline = OUTLINE
-
-    settings_type = PlantedConfig
-    settings: PlantedConfig
-    model_type = PlantedModel
-    model: PlantedModel
 
     def read(self) -> Data:
         """Generate the graph."""

@@ -14,10 +14,6 @@ from gtrain.data.planted.common import (
     Floats,
     Ints,
     PlantedSource,
-    check_exponent,
-    check_finite,
-    check_least,
-    check_shares,
     class_features,
     expected_accuracy,
     log_odds,
@@ -46,11 +42,7 @@ class HeteroModel(PlantedHeteroParameters):
     """The parameters of the generator, checked; see :class:`PlantedHeteroData` for their meaning."""
 
     def __post_init__(self) -> None:
-        check_least(self, {"num_classes": 2, "num_features": 1, "num_author_features": 1})
-        check_least(self, {f"num_{relation}": 0 for relation in RELATIONS})
-        check_finite(self, {"feature_signal": 0})
-        check_shares(self, *(f"{relation}_homophily" for relation in RELATIONS), "label_noise")
-        check_exponent(self)
+        super().__post_init__()
         for node_type in ("paper", "author", "term"):
             if self.num_nodes(node_type) < self.num_classes:
                 raise ConfigError(
@@ -93,7 +85,7 @@ class HeteroModel(PlantedHeteroParameters):
                 )
 
 
-class PlantedHeteroData(PlantedSource):
+class PlantedHeteroData(PlantedSource[PlantedHeteroConfig, HeteroModel]):
     """Papers, their authors and their terms: a planted partition with three node types and six relations.
 
     Nodes of every type have a class, classes of equal size. Each of the three kinds of edges (author *writes* paper,
@@ -126,11 +118,6 @@ class PlantedHeteroData(PlantedSource):
         "target": "paper",
         "edge_types": _EDGE_TYPES,
     }
-
-    settings_type = PlantedHeteroConfig
-    settings: PlantedHeteroConfig
-    model_type = HeteroModel
-    model: HeteroModel
 
     def read(self) -> HeteroData:
         """Generate the graph."""

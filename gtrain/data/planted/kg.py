@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 
 from gtrain.data.config import PlantedKGConfig, PlantedKGParameters
 from gtrain.data.module import TRIPLES_OUTLINE
-from gtrain.data.planted.common import Floats, Ints, PlantedSource, check_least, check_shares
+from gtrain.data.planted.common import Floats, Ints, PlantedSource
 from gtrain.data.schema import DataSchema
 from gtrain.errors import ConfigError
 
@@ -25,11 +25,7 @@ class KGModel(PlantedKGParameters):
     """The parameters of the generator, checked; see :class:`PlantedKGData` for their meaning."""
 
     def __post_init__(self) -> None:
-        least = {"num_entities": 2, "num_relations": 1, "num_positions": 2, "num_triples": 3, "num_types": 1}
-        check_least(self, least)
-        check_shares(self, "noise")
-        if not 0 < self.held_out < 0.5:
-            raise ConfigError(f"data.held_out={self.held_out:g} is out of range", hint="set more than 0, less than 0.5")
+        super().__post_init__()
         if self.num_positions > self.num_entities // self.num_types:
             each = "" if self.num_types == 1 else f" / data.num_types={self.num_types}"
             raise ConfigError(
@@ -81,7 +77,7 @@ class KGModel(PlantedKGParameters):
             )
 
 
-class PlantedKGData(PlantedSource):
+class PlantedKGData(PlantedSource[PlantedKGConfig, KGModel]):
     """Triples (head, relation, tail) that follow rules: entities have positions on a ring, and relations are shifts.
 
     Each entity has one of ``num_positions`` positions, with as many entities at each. Relation r allows the triple
@@ -106,25 +102,10 @@ class PlantedKGData(PlantedSource):
 
     name = "planted_kg"
 
-    settings_type = PlantedKGConfig
-    settings: PlantedKGConfig
-    model_type = KGModel
-    model: KGModel
-
     def __init__(self, settings: PlantedKGConfig | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
         if self.model.num_types > 1:
             self.schema = self._make_schema(self.settings.entities or {})
-        self._names: dict[str, Sequence[str]] = {}
-
-    def check_split(self) -> None:
-        """Raise ConfigError for another split than the generator's own."""
-        if self.split.kind != "public":
-            raise ConfigError(
-                f"data.split={self.split.kind}, and the generator holds triples out itself, for which the best score "
-                "is known",
-                hint="set data.split=public, and data.held_out to the share of val and of test",
-            )
 
     @property
     def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
@@ -158,10 +139,6 @@ class PlantedKGData(PlantedSource):
             raise ConfigError(f"data.entities has {unknown[0]!r}.", hint=f"the types are {', '.join(names)}.")
         every = {name: entities.get(name) for name in names}
         return DataSchema(every, [{"lhs": names[0], "rhs": names[-1]}])
-
-    def names(self) -> Mapping[str, Sequence[str]]:
-        """Return the names of entities and relations; a relation is called after its shift."""
-        return self._names
 
 
 def _type_name(number: int) -> str:

@@ -7,10 +7,8 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from gtrain.data.planted.common import Floats, Ints
 
 WEIGHTED_ROUNDS = 30
 """Rounds after which nodes are drawn uniformly: by then, heavy nodes may be paired with their whole class."""

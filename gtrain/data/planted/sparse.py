@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch_geometric.data import Data
 
 from gtrain.data.config import PlantedSparseConfig, PlantedSparseParameters
 from gtrain.data.module import SPARSE_OUTLINE
-from gtrain.data.planted.common import Floats, Ints, PlantedSource, check_finite, check_least, expected_auc
+from gtrain.data.planted.common import Floats, Ints, PlantedSource, expected_auc
 from gtrain.errors import ConfigError
 from gtrain.graph.store.tables import csr_tensor
 
@@ -27,12 +26,7 @@ class SparseModel(PlantedSparseParameters):
     """The parameters of the generator, checked; see :class:`PlantedSparseData` for their meaning."""
 
     def __post_init__(self) -> None:
-        check_least(self, {"num_rows": 2, "num_features": 2, "features_per_row": 1})
-        check_finite(self, {"zipf_exponent": 0, "signal": 0})
-        if not 0 < self.positive_rate < 1:
-            raise ConfigError(
-                f"data.positive_rate={self.positive_rate:g} leaves one class empty", hint="set more than 0, less than 1"
-            )
+        super().__post_init__()
         if self.features_per_row > self.num_features // 2:
             raise ConfigError(
                 f"data.features_per_row={self.features_per_row} is more than half of "
@@ -41,7 +35,7 @@ class SparseModel(PlantedSparseParameters):
             )
 
 
-class PlantedSparseData(PlantedSource):
+class PlantedSparseData(PlantedSource[PlantedSparseConfig, SparseModel]):
     """Rows of a wide sparse matrix with binary labels from a logistic model.
 
     Each row has ``features_per_row`` different features. A feature of frequency rank r (from 1) is drawn in proportion
@@ -62,16 +56,6 @@ class PlantedSparseData(PlantedSource):
 
     name = "planted_sparse"
     outline = SPARSE_OUTLINE
-
-    settings_type = PlantedSparseConfig
-    settings: PlantedSparseConfig
-    model_type = SparseModel
-    model: SparseModel
-    no_masks = ("generated rows have no masks", "random")
-
-    def __init__(self, settings: PlantedSparseConfig | None = None, **keywords: Any) -> None:
-        super().__init__(settings, **keywords)
-        self.num_classes = self.num_classes or 2
 
     def read(self) -> Data:
         """Generate the rows."""

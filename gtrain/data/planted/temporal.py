@@ -10,23 +10,11 @@ from torch_geometric.data import Data
 
 from gtrain.data.config import PlantedTemporalConfig, PlantedTemporalParameters
 from gtrain.data.module import EVENTS_OUTLINE
-from gtrain.data.planted.common import (
-    Ints,
-    PlantedSource,
-    check_exponent,
-    check_finite,
-    check_least,
-    check_shares,
-    expected_auc,
-    power_law,
-)
+from gtrain.data.planted.common import Ints, PlantedSource, expected_auc, power_law
 from gtrain.errors import ConfigError
 
 PERIODS = 50
 """Number of periods of equal length, between which communities change."""
-
-MAX_TIME_SPAN = 2**56
-"""Largest time span: larger times overflow int64 in intermediate results."""
 
 
 @dataclass
@@ -34,24 +22,12 @@ class TemporalModel(PlantedTemporalParameters):
     """The parameters of the generator, checked; see :class:`PlantedTemporalData` for their meaning."""
 
     def __post_init__(self) -> None:
-        check_least(self, {"num_nodes": 4, "num_events": 1, "num_communities": 2, "time_span": 1})
-        check_shares(self, "predictability")
-        check_finite(self, {"drift": 0})
-        check_exponent(self)
+        super().__post_init__()
         if self.num_communities > self.num_nodes // 2:
             raise ConfigError(
                 f"data.num_communities={self.num_communities} leaves nodes without a partner: data.num_nodes="
                 f"{self.num_nodes} gives each community {self.num_nodes / self.num_communities:.2g}",
                 hint=f"set data.num_communities={self.num_nodes // 2} or less, or raise data.num_nodes",
-            )
-        if self.time_span > MAX_TIME_SPAN:
-            raise ConfigError(
-                f"data.time_span={self.time_span} is too large", hint=f"set {MAX_TIME_SPAN} (2**56) or less"
-            )
-        if self.drift > PERIODS:
-            raise ConfigError(
-                f"data.drift={self.drift:g} moves a node more often than the {PERIODS} times at which nodes move",
-                hint=f"set 0 to {PERIODS}",
             )
 
     @property
@@ -60,7 +36,7 @@ class TemporalModel(PlantedTemporalParameters):
         return np.bincount(np.arange(self.num_nodes) % self.num_communities)
 
 
-class PlantedTemporalData(PlantedSource):
+class PlantedTemporalData(PlantedSource[PlantedTemporalConfig, TemporalModel]):
     """Events (source, target, time) whose target is, with a known probability, of the source's community of the time.
 
     Times are integers drawn evenly from ``0 .. time_span - 1``, in order. The source of an event is drawn in proportion
@@ -84,12 +60,6 @@ class PlantedTemporalData(PlantedSource):
 
     name = "planted_temporal"
     outline = EVENTS_OUTLINE
-
-    settings_type = PlantedTemporalConfig
-    settings: PlantedTemporalConfig
-    model_type = TemporalModel
-    model: TemporalModel
-    no_masks = ("generated events hold none out", "time")
 
     def read(self) -> Data:
         """Generate the events."""

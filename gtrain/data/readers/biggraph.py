@@ -15,11 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gtrain.data.ingest.columns import Column
-from gtrain.data.readers.extras import require
-from gtrain.data.readers.files import first_true
-from gtrain.errors import DataError, GtrainError
-
-Ints = NDArray[np.int64]
+from gtrain.data.readers.files import Ints, first_true, require
+from gtrain.errors import DataError, unreadable
 
 _COUNT = re.compile(r"entity_count_(.+)_(\d+)\.txt")
 _IMPORT_HINT = "write the folder again with PyTorch-BigGraph's importer"
@@ -83,12 +80,9 @@ def read_names(path: Path, count: int) -> list[str]:
     Raises:
         DataError: the file does not hold a list of ``count`` strings.
     """
-    try:
+    hint = "copy the file again, or delete all names files to go without names"
+    with unreadable(f"{path} is not JSON", hint, ValueError):  # of JSON, or of UTF-8
         names = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as err:  # of JSON, or of UTF-8
-        raise DataError(
-            f"{path} is not JSON: {err}", hint="copy the file again, or delete all names files to go without names"
-        ) from err
     if not isinstance(names, list) or len(names) != count or not all(isinstance(name, str) for name in names):
         content = f"{len(names)} names" if isinstance(names, list) else f"a {type(names).__name__}"
         raise DataError(
@@ -205,20 +199,6 @@ class BucketFile:
     weighted: bool
 
 
-@dataclass(frozen=True)
-class BucketEdges:
-    """Edges as a file stores them: offsets within partitions, relations, weights (float32) or None; all ``[E]``.
-
-    ``bags`` are the features of the ends, by ``lhs`` and ``rhs``, if the file has any.
-    """
-
-    source: Ints
-    relation: Ints
-    target: Ints
-    weight: NDArray[np.float32] | None
-    bags: dict[str, EdgeBags]
-
-
 class EdgeReader:
     """Reads folders of buckets into columns with global ids.
 
@@ -289,20 +269,19 @@ class EdgeReader:
         return columns
 
     def _read_block(self, bucket: BucketFile, begin: int, end: int) -> dict[str, Any]:
-        edges = read_bucket(bucket, begin, end)
-        weight = edges.weight
+        edges, bags = read_bucket(bucket, begin, end)
+        weight = edges.get("weight")
         if weight is not None and self.negative_weight is None and (row := first_true(weight < 0)) is not None:
             self.negative_weight = f"{bucket.path}, edge {begin + row} (from 0): the weight is {weight[row]:g}"
             if self._check_negative is not None:
                 self._check_negative(self.negative_weight)
         limit = np.iinfo(np.int64).max if self.num_relations is None else self.num_relations
-        self._check_range(bucket, "rel", edges.relation, np.array(limit), "relations", begin)
-        relation = edges.relation if len(self.relations) > 1 else np.zeros_like(edges.relation)
+        self._check_range(bucket, "rel", edges["rel"], np.array(limit), "relations", begin)
+        relation = edges["rel"] if len(self.relations) > 1 else np.zeros_like(edges["rel"])
         return {
-            "source": self._global_ids(bucket, "lhs", edges.source, relation, edges.bags.get("lhs"), begin),
-            "target": self._global_ids(bucket, "rhs", edges.target, relation, edges.bags.get("rhs"), begin),
-            "rel": edges.relation,
-            "weight": edges.weight,
+            **edges,
+            "source": self._global_ids(bucket, "lhs", edges["lhs"], relation, bags.get("lhs"), begin),
+            "target": self._global_ids(bucket, "rhs", edges["rhs"], relation, bags.get("rhs"), begin),
         }
 
     def _global_ids(
@@ -375,24 +354,30 @@ def find_buckets(folder: Path, sources: int, targets: int) -> list[BucketFile]:
     return [_inspect(path, i, j) for (i, j), path in sorted(parts.items())]
 
 
-def read_bucket(bucket: BucketFile, begin: int = 0, end: int | None = None) -> BucketEdges:
-    """Return edges ``begin`` to ``end`` of a file; None: to the last."""
+def read_bucket(
+    bucket: BucketFile, begin: int = 0, end: int | None = None
+) -> tuple[dict[str, NDArray[Any]], dict[str, EdgeBags]]:
+    """Return edges ``begin`` to ``end`` of a file as it stores them; None: to the last.
+
+    Returns:
+        Offsets within partitions ``lhs`` and ``rhs``, relations ``rel``, and ``weight`` (float32) if the file has
+        weights, all ``[E]``; and the features of the ends, by ``lhs`` and ``rhs``, if the file has any.
+    """
     rows = slice(begin, bucket.num_edges if end is None else end)
     count = rows.stop - rows.start
     with _opened(bucket.path) as file:
-        columns = {name: np.empty(count, np.int64) for name in ("lhs", "rel", "rhs")}
-        weight = np.empty(count, np.float32) if bucket.weighted else None
+        columns: dict[str, NDArray[Any]] = {name: np.empty(count, np.int64) for name in ("lhs", "rel", "rhs")}
+        columns |= {"weight": np.empty(count, np.float32)} if bucket.weighted else {}
         if count:  # h5py refuses to read nothing (its issue 870)
             for name, column in columns.items():
                 file[name].read_direct(column, np.s_[rows])
-            if weight is not None:
-                file["weight"].read_direct(weight, np.s_[rows])
         bags = {side: bags for side in ("lhs", "rhs") if (bags := EdgeBags.read(file, side, rows)) is not None}
-    if weight is not None and (row := first_true(~np.isfinite(weight))) is not None:
+    if bucket.weighted and (row := first_true(~np.isfinite(columns["weight"]))) is not None:
         raise DataError(
-            f"{bucket.path}: the weight of edge {begin + row} is {weight[row]}", hint="give each edge a finite weight"
+            f"{bucket.path}: the weight of edge {begin + row} is {columns['weight'][row]}",
+            hint="give each edge a finite weight",
         )
-    return BucketEdges(columns["lhs"], columns["rel"], columns["rhs"], weight, bags)
+    return columns, bags
 
 
 def require_h5py() -> ModuleType:
@@ -407,16 +392,9 @@ def require_h5py() -> ModuleType:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     h5py = require_h5py()
-    try:
-        with h5py.File(path, "r") as file:
-            yield file
-    except GtrainError:
-        raise
-    except Exception as err:  # h5py reports damage with many types of exception
-        raise DataError(
-            f"{path} cannot be read as HDF5: {str(err).splitlines()[0] if str(err) else type(err).__name__}",
-            hint="copy the file again, or write it again",
-        ) from err
+    hint = "copy the file again, or write it again"
+    with unreadable(f"{path} cannot be read as HDF5", hint), h5py.File(path, "r") as file:
+        yield file
 
 
 def _inspect(path: Path, source_part: int, target_part: int) -> BucketFile:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gtrain.errors import DataError
+from gtrain.errors import DataError, unreadable
 
 Ints = NDArray[np.int64]
 EdgeType = tuple[str, str, str]
@@ -92,7 +92,8 @@ def read_book(path: Path) -> PartitionBook:
     Raises:
         DataError: the file is not a partition book, or is inconsistent.
     """
-    try:
+    errors = (ValueError, KeyError, TypeError, AttributeError)
+    with unreadable(f"data.path={path} cannot be read as DGL's partition book", _BOOK_HINT, *errors):
         book = json.loads(path.read_text())
         num_parts = int(book["num_parts"])
         nodes = {str(name): _ranges(path, book, "node_map", name, num_parts) for name in _in_order(book["ntypes"])}
@@ -101,9 +102,6 @@ def read_book(path: Path) -> PartitionBook:
             for key in _in_order(book["etypes"])
         }
         totals = {"num_nodes": int(book["num_nodes"]), "num_edges": int(book["num_edges"])}
-    except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as err:
-        reason = f"no {err.args[0]!r}" if isinstance(err, KeyError) else str(err)
-        raise DataError(f"data.path={path} cannot be read as DGL's partition book: {reason}", hint=_BOOK_HINT) from err
     for ranges, key in ((list(nodes.values()), "num_nodes"), (list(edges.values()), "num_edges")):
         _check_cover(path, ranges, totals[key], key)
     files = tuple(_files(path, book, part, num_parts) for part in range(num_parts))

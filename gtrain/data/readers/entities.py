@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gtrain.data.module import file_stamp
-from gtrain.data.readers.files import find_file
+from gtrain.data.readers.files import Ints, find_file
 from gtrain.data.readers.triples import Triples
 from gtrain.data.schema import DataSchema, type_numbers
 from gtrain.errors import DataError
 from gtrain.graph.store.entities import feature_kind
 from gtrain.graph.store.tables import csr_tensor
-
-Ints = NDArray[np.int64]
 
 
 class EntityNames:
@@ -150,31 +148,33 @@ def _feature_files(schema: DataSchema) -> Iterable[tuple[str, str, str]]:
         yield name, f"data.entities.{name}.featurized", str(file)
 
 
-def read_features(schema: DataSchema, root: Path, entities: Mapping[str, Sequence[str]]) -> dict[str, EntityFeatures]:
+def read_features(
+    schema: DataSchema, root: Path, counts: Mapping[str, int], names_of: Callable[[str], Sequence[str]]
+) -> tuple[dict[str, Tensor], dict[str, list[str]], dict[str, Any]]:
     """Read the features of each featurized type.
 
     Args:
         schema: names the files.
         root: folder of raw files.
-        entities: names of the entities by type.
+        counts: number of entities by type.
+        names_of: returns the names of a type's entities.
+
+    Returns:
+        The node tensor ``bag``, see :func:`bag_tensor`; the names of the features, by the node type under which a store
+        saves them; and the fact ``features``, their number by type. All are empty without featurized types.
     """
-    return {name: EntityFeatures(key, file, root, entities[name]) for name, key, file in _feature_files(schema)}
+    features = {name: EntityFeatures(key, file, root, names_of(name)) for name, key, file in _feature_files(schema)}
+    if not features:
+        return {}, {}, {}
+    sizes = {name: len(entry.features) for name, entry in features.items()}
+    names = {feature_kind(name): entry.features for name, entry in features.items()}
+    return {"bag": bag_tensor(counts, features, max(sizes.values()))}, names, {"features": sizes}
 
 
 def feature_stamps(schema: DataSchema, root: Path) -> dict[str, Any]:
     """Return the stamps of the files of features; empty without featurized types."""
     stamps = {name: file_stamp(find_file(key, file, root)) for name, key, file in _feature_files(schema)}
     return {"features": stamps} if stamps else {}
-
-
-def feature_facts(features: Mapping[str, EntityFeatures]) -> dict[str, Any]:
-    """Return the number of features of each featurized type; empty without such types."""
-    return {"features": {name: len(entry.features) for name, entry in features.items()}} if features else {}
-
-
-def feature_names(features: Mapping[str, EntityFeatures]) -> dict[str, list[str]]:
-    """Return the names of the features, by the node type under which a store saves them."""
-    return {feature_kind(name): entry.features for name, entry in features.items()}
 
 
 def bag_tensor(counts: Mapping[str, int], features: Mapping[str, Any], num_features: int) -> Tensor:

@@ -6,11 +6,13 @@ import codecs
 import difflib
 import glob
 import gzip
+import importlib
 import warnings
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,9 @@ from torch import Tensor
 
 from gtrain.data.readers.number_table import read_table
 from gtrain.data.readers.unpickling import foreign_content
-from gtrain.errors import DataError
+from gtrain.errors import ConfigError, DataError
 
+Ints = NDArray[np.int64]
 FileNames = str | Sequence[str]
 """A file name, a glob pattern, a folder, or a list of them."""
 
@@ -248,3 +251,22 @@ def similar(name: str, folders: Iterable[Path]) -> str:
         if near := difflib.get_close_matches(name, files, n=3):
             return f"; in {folder} there are {', '.join(near)}"
     return f"; in {folder} there are {', '.join(files[:5])}" if files else ""
+
+
+def require(package: str, source: str, *, module: str | None = None, extra: str | None = None) -> ModuleType:
+    """Import a package that is not among gtrain's requirements.
+
+    Args:
+        package: its name for pip.
+        source: the source that needs it, for messages, such as ``data=entities``.
+        module: the module to import; None: the package.
+        extra: the extra of gtrain that installs it.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    try:
+        return importlib.import_module(module or package)
+    except ImportError as err:
+        hint = f"pip install {package}" + (f", or pip install 'gtrain[{extra}]'" if extra else "")
+        raise ConfigError(f"{source} needs the package {package!r}, which is not installed ({err})", hint=hint) from err

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gtrain.data.readers.files import find_file, first_true, read_array
-from gtrain.data.readers.number_table import NumberTable, read_table
+from gtrain.data.readers.number_table import NumberTable, read_named_table, read_table
 from gtrain.errors import DataError
 
 GENERATED = ("degree", "constant")
@@ -130,17 +130,15 @@ class NodeFiles:
         return num_nodes
 
     def _named_labels(self, path: Path, names: pa.LargeStringArray) -> Tensor:
-        from gtrain.data.ingest.named import read_named_table  # imports kernels, which only a reading process needs
-
-        table = read_named_table(path, names)
-        labels = table.values[:, 0]
-        if table.values.shape[1] != 1 or (labels != np.rint(labels)).any():
-            content = f"{table.values.shape[1]} numbers" if table.values.shape[1] > 1 else "a number with a fraction"
+        ids, values = read_named_table(path, names)
+        labels = values[:, 0]
+        if values.shape[1] != 1 or (labels != np.rint(labels)).any():
+            content = f"{values.shape[1]} numbers" if values.shape[1] > 1 else "a number with a fraction"
             raise DataError(
                 f"{path} has {content} after a name; a label is one whole number",
                 hint="write lines of a name and a label: the classes are 0, 1, 2...",
             )
-        return self.fill_unlabelled(path, table.ids, labels.astype(np.int64), len(names))
+        return self.fill_unlabelled(path, ids, labels.astype(np.int64), len(names))
 
     def fill_unlabelled(self, path: Path, ids: NDArray[Any], labels: NDArray[Any], num_nodes: int) -> Tensor:
         """Return one label per node, ``unlabelled`` for nodes that are not among ``ids``."""
@@ -201,18 +199,16 @@ class NumberedNodes:
 
 
 def _named_features(path: Path, names: pa.LargeStringArray) -> Tensor:
-    from gtrain.data.ingest.named import read_named_table
-
-    table = read_named_table(path, names)
-    if len(table.ids) < len(names):
-        missing = np.setdiff1d(np.arange(len(names)), table.ids)
+    ids, values = read_named_table(path, names)
+    if len(ids) < len(names):
+        missing = np.setdiff1d(np.arange(len(names)), ids)
         raise DataError(
-            f"{path} has features for {len(table.ids)} nodes, and the graph has {len(names)}; "
+            f"{path} has features for {len(ids)} nodes, and the graph has {len(names)}; "
             f"{names[int(missing[0])].as_py()!r} has none",
             hint="give each node a line: its name and its features",
         )
-    x = torch.empty(len(names), table.values.shape[1])
-    x[torch.from_numpy(table.ids)] = torch.from_numpy(table.values).float()
+    x = torch.empty(len(names), values.shape[1])
+    x[torch.from_numpy(ids)] = torch.from_numpy(values).float()
     return x
 
 

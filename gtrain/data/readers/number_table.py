@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 from numpy.typing import NDArray
 
 from gtrain.data.ingest.blocks import first_lines
-from gtrain.data.ingest.layout import line_separator, split_fields, to_number
-from gtrain.data.ingest.lines import LineReader
+from gtrain.data.ingest.dictionary import first_true
+from gtrain.data.ingest.format import line_separator, split_fields, to_number
+from gtrain.data.ingest.lines import LineReader, TextPiece
 from gtrain.errors import DataError
 
 COMMENTS = "#%"
@@ -55,14 +57,7 @@ def read_table(path: Path, *, integers: int | None, header: bool, widths: tuple[
     Raises:
         DataError: names the file and the malformed line.
     """
-    first = next(iter(first_lines(path, COMMENTS, 1)), None)
-    if first is None:
-        raise DataError(
-            f"{path} has no lines other than comments", hint="name a file with one row of numbers in each line"
-        )
-    number, line = first
-    separator = line_separator(line, "int")
-    fields = split_fields(line, separator, f"{path}, line {number}")
+    number, line, separator, fields = _first_line(path, "int", "name a file with one row of numbers in each line")
     named = header and all(to_number(field) is None for field in fields[:2])
     if widths is not None and len(fields) not in widths:
         expected = " or ".join(str(width) for width in widths)
@@ -77,3 +72,70 @@ def read_table(path: Path, *, integers: int | None, header: bool, widths: tuple[
     if not blocks:
         raise DataError(f"{path} has no line below the column names", hint="name a file with rows of numbers")
     return NumberTable(tuple(np.concatenate(column) for column in zip(*blocks, strict=True)), lines)
+
+
+COMMENTS = "#%"
+
+
+def _first_line(path: Path, ids: str, hint: str) -> tuple[int, str, str, list[str]]:
+    """Return number, text, separator and fields of the first line; ``ids`` is the type of the first column."""
+    lines = first_lines(path, COMMENTS, 1)
+    if not lines:
+        raise DataError(f"{path} has no lines other than comments", hint=hint)
+    number, text = lines[0]
+    separator = line_separator(text, ids)
+    return number, text, separator, split_fields(text, separator, f"{path}, line {number}")
+
+
+def read_named_table(path: Path, names: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Read a text file of lines ``name number number ...``, separated by tabs, commas, semicolons or spaces.
+
+    A first line whose second field is not a number is a header.
+
+    Args:
+        path: the file; ``.gz`` is decompressed.
+        names: the name of each node.
+
+    Returns:
+        The node id of each row, ``[rows]``, without repetition, and the numbers, ``[rows, columns]``, all finite.
+
+    Raises:
+        DataError: a line is malformed, has an unknown name, or repeats a name; the message names the line.
+    """
+    hint = "give a file with one node per line: its name and its values"
+    number, text, separator, fields = _first_line(path, "string", hint)
+    if len(fields) < 2:
+        raise DataError(
+            f"{path}, line {number}: 1 column, and 2 or more were expected, since nodes have names: {text[:60]!r}",
+            hint="write one node per line, its name and its values, separated by tabs, commas, semicolons or spaces",
+        )
+    header = number if to_number(fields[1]) is None else 0
+    columns = {0: pa.string()} | dict.fromkeys(range(1, len(fields)), pa.float64())
+    lines = LineReader(path, separator, header, len(fields), columns, COMMENTS)
+    pieces = [
+        (_node_ids(piece, names), np.stack([piece.finite(i, "value") for i in range(1, len(fields))], axis=1))
+        for piece in lines.pieces()
+    ]
+    if not pieces:
+        raise DataError(f"{path} has no line of values", hint=hint)
+    ids, values = map(np.concatenate, zip(*pieces, strict=True))
+    counts = np.bincount(ids, minlength=len(names))
+    if counts.max() > 1:
+        node = int(counts.argmax())
+        first, second = (f"{path}, line {lines.line(row)}" for row in np.flatnonzero(ids == node)[:2].tolist())
+        raise DataError(
+            f"{second}: {names[node].as_py()!r} already has a line: {first}", hint="delete one of the two lines"
+        )
+    return ids, values
+
+
+def _node_ids(piece: TextPiece, names: pa.LargeStringArray) -> NDArray[np.int64]:
+    strings = piece.strings(0).cast(pa.large_string())
+    ids = pyarrow.compute.index_in(strings, value_set=names)
+    unknown = first_true(ids.is_null().to_numpy(zero_copy_only=False))
+    if unknown is not None:
+        raise DataError(
+            f"{piece.location(unknown)}: values for {strings[unknown].as_py()!r}, and no edge has a node of that name",
+            hint="correct the name, or delete the line",
+        )
+    return np.asarray(ids.to_numpy(zero_copy_only=False)).astype(np.int64)

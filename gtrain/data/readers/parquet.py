@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gtrain.data.readers.files import first_true
+from gtrain.data.readers.files import Ints, first_true
 from gtrain.data.sources.feature_rows import among_unlabelled, number_labels
-from gtrain.errors import DataError
+from gtrain.errors import DataError, unreadable
 from gtrain.kernels.splitmix import mix
 
 _OFFSET, _PRIME = 0xCBF29CE484222325, 0x100000001B3  # of FNV-1a in 64 bits
@@ -58,7 +59,6 @@ def _fnv1a(text: bytes) -> int:
     return value
 
 
-Ints = NDArray[np.int64]
 Entries = tuple[Ints, Ints, NDArray[np.float32]]
 """Rows (ascending), columns (from 0 within the block) and values of a block of the matrix, ``[K]`` each."""
 
@@ -341,13 +341,9 @@ class ParquetFiles:
             if not count:
                 raise DataError(f"data.{key}={named[key]} has no rows", hint=f"correct data.{key}")
         by_option = [self._unify(key, entries) for key, entries in schemas.items()]
-        try:
+        problem = "data.path and data.test_path have columns of different types"
+        with unreadable(problem, "write both with the same types of columns", *_ERRORS):
             self.schema = pa.unify_schemas(by_option, promote_options="permissive")
-        except _ERRORS as err:
-            raise DataError(
-                f"data.path and data.test_path have columns of different types: {str(err).splitlines()[0]}",
-                hint="write both with the same types of columns",
-            ) from err
 
     def __len__(self) -> int:
         return sum(self.counts.values())
@@ -365,25 +361,19 @@ class ParquetFiles:
         schema = pa.schema([self.schema.field(name) for name in columns])
         for key, file in self._files:
             opened = _opened(key, file)
-            try:
+            with self._reading(key):
                 for batch in opened.iter_batches(_batch_rows(opened.metadata), columns=list(columns)):
                     table = pa.Table.from_batches([batch]).select(list(columns)).cast(schema)
                     yield first_row, table
                     first_row += len(table)
-            except _ERRORS as err:
-                raise self._unreadable(key, err) from err
 
     def _unify(self, key: str, schemas: list[Any]) -> Any:
-        try:
+        with self._reading(key):
             return pa.unify_schemas(schemas, promote_options="permissive")
-        except _ERRORS as err:
-            raise self._unreadable(key, err) from err
 
-    def _unreadable(self, key: str, err: Exception) -> DataError:
-        return DataError(
-            f"data.{key}={self._named[key]} cannot be read: {str(err).splitlines()[0]}",
-            hint="write the files again, with the same types of columns in all of them",
-        )
+    def _reading(self, key: str) -> AbstractContextManager[None]:
+        hint = "write the files again, with the same types of columns in all of them"
+        return unreadable(f"data.{key}={self._named[key]} cannot be read", hint, *_ERRORS)
 
 
 def column_names(file: Path, key: str = "path") -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.csv
 
-from gtrain.errors import DataError
+from gtrain.errors import DataError, unreadable
 
 COLUMNS = ("head", "relation", "tail")
 SPLITS = {"train": ("train",), "valid": ("valid", "val", "validation", "dev"), "test": ("test",)}
@@ -75,19 +75,15 @@ def read_archive(path: Path) -> dict[str, Triples]:
     """Read the triples of each split in a tar archive, in whatever folder of the archive."""
     known = {name + ending: split for split, names in SPLITS.items() for name in names for ending in ENDINGS}
     triples = {}
-    try:
-        with tarfile.open(path) as archive:
-            for member in archive:
-                split = known.get(Path(member.name).name)
-                file = archive.extractfile(member) if split and member.isfile() else None
-                if split and file is not None:
-                    text = gzip.decompress(file.read()) if member.name.endswith(".gz") else file.read()
-                    triples[split] = parse_triples(f"{path}:{member.name}", text)
-    except (tarfile.TarError, OSError, EOFError, zlib.error) as err:
-        raise DataError(
-            f"{path} cannot be unpacked: {str(err).splitlines()[0].rstrip(':')}",
-            hint="copy or download the archive again, or unpack it and set data.path to the folder",
-        ) from err
+    hint = "copy or download the archive again, or unpack it and set data.path to the folder"
+    errors = (tarfile.TarError, OSError, EOFError, zlib.error)
+    with unreadable(f"{path} cannot be unpacked", hint, *errors), tarfile.open(path) as archive:
+        for member in archive:
+            split = known.get(Path(member.name).name)
+            file = archive.extractfile(member) if split and member.isfile() else None
+            if split and file is not None:
+                text = gzip.decompress(file.read()) if member.name.endswith(".gz") else file.read()
+                triples[split] = parse_triples(f"{path}:{member.name}", text)
     return triples
 
 
@@ -98,13 +94,9 @@ def decompress(path: Path) -> bytes:
         DataError: the file cannot be decompressed.
     """
     raw = path.read_bytes()
-    try:
+    hint = "copy or download the file again, or remove .gz from its name if it is not compressed"
+    with unreadable(f"{path} cannot be read", hint, OSError, EOFError, zlib.error):
         return gzip.decompress(raw) if path.suffix == ".gz" else raw
-    except (OSError, EOFError, zlib.error) as err:
-        raise DataError(
-            f"{path} cannot be read: {err}",
-            hint="copy or download the file again, or remove .gz from its name if it is not compressed",
-        ) from err
 
 
 def parse_triples(where: str, text: bytes) -> Triples:

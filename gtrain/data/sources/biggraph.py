@@ -28,7 +28,7 @@ IN_MEMORY_EDGES = 10_000_000
 PREFIXES = {"edges": "", "val_edges": "val_", "test_edges": "test_"}
 
 
-class BigGraphData(PrepartitionedData):
+class BigGraphData(PrepartitionedData[BigGraphConfig]):
     """PyTorch-BigGraph's folders: entities by type and partition, edges in one HDF5 file per bucket.
 
     Entities keep their order: the entities of partition 0 come first, then those of partition 1, and so on; the id of
@@ -41,9 +41,6 @@ class BigGraphData(PrepartitionedData):
     """
 
     name = "biggraph"
-
-    settings_type = BigGraphConfig
-    settings: BigGraphConfig
 
     def __init__(self, settings: BigGraphConfig | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
@@ -97,9 +94,8 @@ class BigGraphData(PrepartitionedData):
         more: dict[str, Any] = {"sparse_features": [], "target": None, "edge_types": edge_types}
         return {**facts, **more, "num_nodes": totals, "num_features": dict.fromkeys(totals)}
 
-    def check_inputs(self) -> None:
+    def check_files(self) -> None:
         """Refuse missing folders and files, and files of edges with malformed headers."""
-        super().check_inputs()
         reader = self._reader(files.read_counts(self._folder))
         for folders in self._find_edges().values():
             for folder in folders:

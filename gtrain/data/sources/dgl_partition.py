@@ -29,7 +29,7 @@ from gtrain.errors import DataError
 _HINT = "copy all files of the folder again, or partition the graph again with dgl.distributed.partition_graph"
 
 
-class DGLPartitionData(PrepartitionedData):
+class DGLPartitionData(PrepartitionedData[DGLPartitionConfig]):
     """The output of ``dgl.distributed.partition_graph``, homogeneous or heterogeneous; does not need DGL.
 
     The parts of the folder become the parts of the store. Nodes and edges have the ids that DGL assigned: within a
@@ -42,9 +42,6 @@ class DGLPartitionData(PrepartitionedData):
     """
 
     name = "dgl_partition"
-
-    settings_type = DGLPartitionConfig
-    settings: DGLPartitionConfig
 
     def __init__(self, settings: DGLPartitionConfig | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
@@ -67,9 +64,8 @@ class DGLPartitionData(PrepartitionedData):
         nodes, edges = self._shapes()
         return self._outline(nodes, edges, self._book.is_hetero)
 
-    def check_inputs(self) -> None:
+    def check_files(self) -> None:
         """Refuse missing files, and settings that name missing features."""
-        super().check_inputs()
         for part in self._book.files:
             for path in part.values():
                 if not path.is_file():

@@ -15,7 +15,7 @@ from torch_geometric.utils import to_undirected
 from gtrain.data.config import EdgesConfig
 from gtrain.data.ingest.format import EdgeFormat
 from gtrain.data.module import OUTLINE, GraphDataModule, file_stamp
-from gtrain.data.readers.entities import bag_tensor, feature_facts, feature_names, feature_stamps, read_features
+from gtrain.data.readers.entities import feature_stamps, read_features
 from gtrain.data.readers.files import FileNames, edge_set_facts, find_edge_sets
 from gtrain.data.readers.node_files import GENERATED, NodeFiles, generate_features
 from gtrain.data.schema import DataSchema
@@ -29,7 +29,7 @@ IN_MEMORY_EDGES = 10_000_000
 """The largest number of edges, counting both directions, of a graph that is held in memory."""
 
 
-class EdgesData(GraphDataModule):
+class EdgesData(GraphDataModule[EdgesConfig]):
     """A graph from an edge list: one edge per line, ``source target`` or ``source target weight``.
 
     The edges are in one or several files, text (also ``.gz``) or Parquet. Columns of text are separated by commas,
@@ -41,9 +41,6 @@ class EdgesData(GraphDataModule):
     """
 
     name = "edges"
-
-    settings_type = EdgesConfig
-    settings: EdgesConfig
 
     def __init__(self, settings: EdgesConfig | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
@@ -82,10 +79,9 @@ class EdgesData(GraphDataModule):
             "num_classes": None if self.settings.labels is None else OUTLINE["num_classes"],
         }
 
-    def check_inputs(self) -> None:
+    def check_files(self) -> None:
         """Refuse missing files, and columns that the first lines, or the schemas of Parquet files, lack."""
-        super().check_inputs()
-        from gtrain.data.ingest.layout import text_layout
+        from gtrain.data.ingest.format import text_layout
         from gtrain.data.ingest.parquet import ParquetReader, is_parquet
 
         for path in self._files()[0]:
@@ -145,14 +141,10 @@ class EdgesData(GraphDataModule):
             from gtrain.data.prepare.typed_edges import TypedEdges
 
             typed = TypedEdges(edges, self.schema, self.store)
-            num_nodes, names = typed.num_nodes, {**typed.names, "relation": edges.relations}
-            features = read_features(self.schema, self.root, {n: typed.names_of(n) for n in self.schema.featurized})
-            if features:
-                num_features = max(len(entry.features) for entry in features.values())
-                tensors["bag"] = bag_tensor(typed.counts, features, num_features)
-                names |= feature_names(features)
-            self._facts = {**self.schema.facts(typed.counts, typed.ends), "num_relations": len(typed.ends)}
-            self._facts |= feature_facts(features)
+            bags, feature_names, self._facts = read_features(self.schema, self.root, typed.counts, typed.names_of)
+            num_nodes, names = typed.num_nodes, {**typed.names, "relation": edges.relations, **feature_names}
+            tensors |= bags
+            self._facts |= {**self.schema.facts(typed.counts, typed.ends), "num_relations": len(typed.ends)}
         self._names = {node_type: strings for node_type, strings in names.items() if strings is not None}
         self._facts |= {"negative_weight": edges.negative_weight} if edges.negative_weight is not None else {}
         self._facts |= edge_set_facts(self.edge_sets)

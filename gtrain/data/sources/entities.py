@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import logging
 import math
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +17,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data
 
 from gtrain.data.config import EntitiesConfig
-from gtrain.data.module import OUTLINE, known_name
-from gtrain.data.readers.rdf import RDFGraph, read_ntriples
+from gtrain.data.module import OUTLINE
+from gtrain.data.readers.files import require
 from gtrain.data.sources.feature_rows import row_masks
 from gtrain.data.sources.pyg import PyGData
-from gtrain.errors import DataError
+from gtrain.errors import DataError, unreadable
 
 COLUMNS = {
     "AIFB": ("person", "label_affiliation"),
@@ -29,7 +37,7 @@ COLUMNS = {
 """The columns of entities and of labels in the tables of each data set."""
 
 
-class EntitiesData(PyGData):
+class EntitiesData(PyGData[EntitiesConfig]):
     """An RDF graph in which some nodes have classes (Schlichtkrull et al. 2018, section 5.1).
 
     PyG's ``Entities`` downloads the files. This class numbers nodes, relations and classes from the files alone: PyG
@@ -41,18 +49,8 @@ class EntitiesData(PyGData):
     Its settings are those of :class:`~gtrain.data.config.EntitiesConfig`.
     """
 
+    published = "Entities", tuple(COLUMNS)
     outline = {**OUTLINE, "num_features": None, "num_relations": 2}
-
-    settings_type = EntitiesConfig
-    settings: EntitiesConfig
-
-    def __init__(self, settings: EntitiesConfig | None = None, **keywords: Any) -> None:
-        super().__init__(settings, **keywords)
-        self._dataset = self.options["name"]
-        self._graph: RDFGraph | None = None
-
-    def dataset(self) -> tuple[str, dict[str, Any]]:
-        return "Entities", {"name": known_name("Entities", self.settings.name, tuple(COLUMNS))}
 
     def identity(self) -> dict[str, Any]:
         """Return the data set, the stamps of its raw files, and what the public split depends on."""
@@ -68,7 +66,7 @@ class EntitiesData(PyGData):
     def read(self) -> Data:
         """Read the triples and the tables of labels."""
         triples, complete, train, test = self.raw_files()
-        self._graph = graph = read_ntriples(triples, "data=entities")
+        graph = read_ntriples(triples, "data=entities")
         subject, relation, target = torch.from_numpy(graph.triples)
         edge_index = torch.stack([torch.cat([subject, target]), torch.cat([target, subject])])
         edge_type = torch.cat([2 * relation, 2 * relation + 1])
@@ -76,47 +74,33 @@ class EntitiesData(PyGData):
         data = Data(edge_index=edge_index[:, order], edge_type=edge_type[order], num_nodes=len(graph.nodes))
         labels = {label for label in self._table(complete)[1] if label is not None}
         classes = {label: number for number, label in enumerate(sorted(labels, key=_order))}
-        self._label(data, classes, self._table(train), self._table(test))
+        self._label(data, graph, classes, self._table(train), self._table(test))
+        relations = [name for predicate in graph.predicates for name in (predicate, f"^{predicate}")]  # ^: reverse
+        self._names = {"node": graph.nodes, "relation": relations}
+        self._facts = {"num_relations": len(relations)}
         return data
-
-    def names(self) -> dict[str, Any]:
-        """Return IRIs and literals of the nodes, and IRIs of the relations; ``^`` marks reverse edges."""
-        assert self._graph is not None  # read
-        relations = [name for predicate in self._graph.predicates for name in (predicate, f"^{predicate}")]
-        return {"node": self._graph.nodes, "relation": relations}
-
-    def extra_facts(self) -> dict[str, Any]:
-        """Return the number of relations, including reverse ones."""
-        assert self._graph is not None  # read
-        return {"num_relations": 2 * len(self._graph.predicates)}
 
     def _table(self, path: Path) -> tuple[list[str], list[str | None]]:
         """Return the entities and the labels of a table; None for an entity without a label."""
-        columns = COLUMNS[self._dataset]
-        try:
+        columns, hint = COLUMNS[self.options["name"]], "copy or download the file again"
+        with unreadable(f"{path} cannot be read", hint, pa.ArrowInvalid, OSError):
             table = pa.csv.read_csv(
                 path,
                 parse_options=pa.csv.ParseOptions(delimiter="\t"),
                 convert_options=pa.csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string())),
             )
-        except (pa.ArrowInvalid, OSError) as err:
-            raise DataError(
-                f"{path} cannot be read: {str(err).splitlines()[0]}", hint="copy or download the file again"
-            ) from err
         missing = [column for column in columns if column not in table.column_names]
         if missing:
-            raise DataError(
-                f"{path} has no column {missing[0]!r}; it has {', '.join(table.column_names)}",
-                hint="copy or download the file again",
-            )
+            raise DataError(f"{path} has no column {missing[0]!r}; it has {', '.join(table.column_names)}", hint=hint)
         if not len(table):
-            raise DataError(f"{path} has no rows", hint="copy or download the file again")
+            raise DataError(f"{path} has no rows", hint=hint)
         return table[columns[0]].to_pylist(), _labels(table[columns[1]].to_pylist())
 
-    def _label(self, data: Data, classes: dict[str, int], *tables: tuple[list[str], list[str | None]]) -> None:
+    def _label(
+        self, data: Data, graph: RDFGraph, classes: dict[str, int], *tables: tuple[list[str], list[str | None]]
+    ) -> None:
         """Set ``y`` and the masks from the training and the test table."""
-        assert self._graph is not None  # read
-        numbers = {name: node for node, name in enumerate(self._graph.nodes)}
+        numbers = {name: node for node, name in enumerate(graph.nodes)}
         data.y = torch.full((len(numbers),), -1)
         nodes: list[Tensor] = []
         for path, (entities, labels) in zip(self.raw_files()[2:], tables, strict=True):
@@ -166,3 +150,99 @@ def _order(label: str) -> tuple[bool, float, str]:
         return False, float(label), label
     except ValueError:
         return True, 0.0, label
+
+
+@dataclass(frozen=True)
+class RDFGraph:
+    """An RDF graph.
+
+    Attributes:
+        nodes: the name of each node, in the order of first mention: an IRI as it is, a literal or a blank node in
+            N-Triples syntax.
+        predicates: the IRI of each predicate, sorted by descending frequency, then by name.
+        triples: subject, predicate and object numbers, without duplicates, int64 ``[3, T]``.
+    """
+
+    nodes: list[str]
+    predicates: list[str]
+    triples: NDArray[np.int64]
+
+
+class _TripleSink:
+    """Receives triples from rdflib's parser: numbers the terms and drops duplicate triples."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[object, int] = {}
+        self.predicates: dict[object, int] = {}
+        self.triples: dict[tuple[int, int, int], None] = {}
+
+    def triple(self, subject: object, predicate: object, target: object) -> None:
+        source = self.nodes.setdefault(subject, len(self.nodes))
+        relation = self.predicates.setdefault(predicate, len(self.predicates))
+        self.triples[source, relation, self.nodes.setdefault(target, len(self.nodes))] = None
+
+
+def read_ntriples(path: Path, source: str) -> RDFGraph:
+    """Read an N-Triples file; ``.gz`` is decompressed.
+
+    Args:
+        path: the file.
+        source: the source that reads it, for messages.
+
+    Raises:
+        ConfigError: rdflib is not installed.
+        DataError: names the malformed line.
+    """
+    parsing = require("rdflib", source, module="rdflib.plugins.parsers.ntriples", extra="entities")
+    sink, blank_nodes = _TripleSink(), dict[str, object]()
+    parser = parsing.W3CNTriplesParser(sink)
+    number = 0
+    try:
+        with _text(path) as file, _quiet():
+            for line in file:
+                number += 1
+                parser.parsestring(line, bnode_context=blank_nodes)
+    except parsing.ParseError as err:
+        raise DataError(
+            f"{path}, line {number}: not an N-Triples statement: {line.strip()[:80]!r}",
+            hint="write each line as <subject> <predicate> <object> . in N-Triples, or download the file again",
+        ) from err
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as err:
+        raise DataError(f"{path} cannot be read: {err}", hint="copy or download the file again") from err
+    if not sink.triples:
+        raise DataError(f"{path} is empty", hint="copy or download the file again")
+    return _ordered(sink, {term: f"_:{label}" for label, term in blank_nodes.items()})
+
+
+def _text(path: Path) -> Any:
+    encoding = "utf-8-sig"  # some editors write a byte order mark
+    return gzip.open(path, "rt", encoding=encoding) if path.suffix == ".gz" else path.open(encoding=encoding)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence rdflib's warnings about literals that do not match their type, such as malformed dates."""
+    logger = logging.getLogger("rdflib.term")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _ordered(sink: _TripleSink, blank_nodes: dict[object, str]) -> RDFGraph:
+    triples = np.array(list(sink.triples), dtype=np.int64).T
+    count = Counter(triples[1].tolist())
+    names = [str(predicate) for predicate in sink.predicates]
+    order = sorted(range(len(names)), key=lambda relation: (-count[relation], names[relation]))
+    triples[1] = np.argsort(order)[triples[1]]
+    return RDFGraph(
+        [blank_nodes.get(term) or _name(term) for term in sink.nodes], [names[relation] for relation in order], triples
+    )
+
+
+def _name(term: object) -> str:
+    """Return an IRI as it is and a literal in quotes, so that their names differ."""
+    text = str(term)
+    return text if type(term).__name__ == "URIRef" else str(getattr(term, "n3", lambda: text)())

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from gtrain.data.ingest.columns import Column
-from gtrain.data.module import SPARSE_OUTLINE, GraphDataModule
+from gtrain.data.module import SPARSE_OUTLINE, GraphDataModule, S
 from gtrain.data.prepare.split import MASKS, SplitOptions
 from gtrain.errors import ConfigError
 from gtrain.graph.store.tables import csr_tensor
 
 
-class RowData(GraphDataModule):
+class RowData(GraphDataModule[S]):
     """Rows of sparse features with labels, from files that train (``path``) and files that test (``test_path``)."""
 
     outline = SPARSE_OUTLINE

@@ -13,14 +13,7 @@ from torch_geometric.data import Data
 
 from gtrain.data.config import KGConfig
 from gtrain.data.module import TRIPLES_OUTLINE, GraphDataModule, file_stamp, log
-from gtrain.data.readers.entities import (
-    EntityNames,
-    bag_tensor,
-    feature_facts,
-    feature_names,
-    feature_stamps,
-    read_features,
-)
+from gtrain.data.readers.entities import EntityNames, feature_stamps, read_features
 from gtrain.data.readers.files import candidates, edge_set_facts, find_edge_sets, first_true
 from gtrain.data.readers.triples import COLUMNS, Triples, is_archive, read_archive, read_file, split_files
 from gtrain.data.schema import DataSchema
@@ -29,7 +22,7 @@ from gtrain.errors import ConfigError, DataError
 _PREFIX = {"train": "", "valid": "val_", "test": "test_"}
 
 
-class KGData(GraphDataModule):
+class KGData(GraphDataModule[KGConfig]):
     """A knowledge graph: a folder or a tar archive of training, validation and test triples.
 
     Each line of ``train.txt``, ``valid.txt`` and ``test.txt`` has a head, a relation and a tail (any strings),
@@ -42,9 +35,6 @@ class KGData(GraphDataModule):
     """
 
     name = "kg"
-
-    settings_type = KGConfig
-    settings: KGConfig
 
     def __init__(self, settings: KGConfig | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
@@ -80,11 +70,10 @@ class KGData(GraphDataModule):
         train = by_split["train"]
         every = [triples for files in by_split.values() for triples in files]
         names = EntityNames(every if self.settings.unknown == "keep" else train, self.schema)
-        data = Data(num_nodes=sum(names.counts.values()))
-        entities = {name: names.entities[name].to_pylist() for name in self.schema.featurized}
-        features = read_features(self.schema, self.root, entities)
-        if features:
-            data.bag = bag_tensor(names.counts, features, max(len(entry.features) for entry in features.values()))
+        bags, feature_names, feature_facts = read_features(
+            self.schema, self.root, names.counts, lambda name: names.entities[name].to_pylist()
+        )
+        data = Data(num_nodes=sum(names.counts.values()), **bags)
         for split, files in by_split.items():
             edge_index, edge_type = zip(*(self._edges(triples, names) for triples in files), strict=True)
             prefix = _PREFIX[split]
@@ -92,11 +81,11 @@ class KGData(GraphDataModule):
         if sets is not None:
             counts = torch.tensor([len(triples) for triples in train])
             data.edge_set = torch.tensor(sets, dtype=torch.int32).repeat_interleave(counts)
-        self._names = {**names.entities, "relation": names.relations, **feature_names(features)}
+        self._names = {**names.entities, "relation": names.relations, **feature_names}
         self._facts = {
             "num_relations": len(names.relations),
             **self.schema.facts(names.counts, names.ends),
-            **feature_facts(features),
+            **feature_facts,
             **edge_set_facts(self.edge_sets),
         }
         return data

@@ -22,9 +22,9 @@ from torch_geometric.utils import to_undirected
 
 from gtrain.data.config import MusaeConfig
 from gtrain.data.module import SPARSE_OUTLINE, GraphDataModule, file_stamp
-from gtrain.data.readers.files import candidates, first_true
+from gtrain.data.readers.files import Ints, candidates, first_true
 from gtrain.data.readers.number_table import read_table
-from gtrain.errors import ConfigError, DataError
+from gtrain.errors import DataError
 from gtrain.graph.store.tables import csr_tensor
 
 FILES = {"edges": r"_edges\.csv", "features": r"(_features)?\.json", "target": r"_target\.csv"}
@@ -35,10 +35,8 @@ MAX_FEATURES = 1 << 31
 LABELS = ("page_type", "mature", "ml_target")
 """The columns of labels of Facebook, Twitch and GitHub."""
 
-Ints = NDArray[np.int64]
 
-
-class MusaeData(GraphDataModule):
+class MusaeData(GraphDataModule[MusaeConfig]):
     """An undirected social network with sparse binary features (Rozemberczki et al. 2021).
 
     The folder or its subfolders have three files: ``<name>_edges.csv`` (two columns of node ids),
@@ -51,23 +49,16 @@ class MusaeData(GraphDataModule):
 
     outline = SPARSE_OUTLINE
 
-    settings_type = MusaeConfig
-    settings: MusaeConfig
-
     def __init__(self, settings: MusaeConfig | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
-        if self.split.kind == "public":
-            raise ConfigError("data.split=public, and MUSAE's data have no masks", hint="set data.split=random")
-        self._dataset = self.settings.name
-        self.name = f"musae-{self._dataset.lower()}"
+        self.name = f"musae-{self.settings.name.lower()}"
 
     def identity(self) -> dict[str, Any]:
         """Return the stamps of the files, and the column of labels."""
         return {**{role: file_stamp(file) for role, file in self._find().items()}, "label": self.settings.label}
 
-    def check_inputs(self) -> None:
+    def check_files(self) -> None:
         """Refuse missing files, and a missing column of labels."""
-        super().check_inputs()
         path = self._find()["target"]
         if (first := next(_records(path), None)) is not None:
             self._label_columns(path, first[1])
@@ -75,7 +66,7 @@ class MusaeData(GraphDataModule):
     @property
     def origin(self) -> str:
         """Where the graph comes from, for messages."""
-        return f"data.name={self._dataset}"
+        return f"data.name={self.settings.name}"
 
     def read(self) -> Data:
         """Read the three files."""
@@ -86,7 +77,7 @@ class MusaeData(GraphDataModule):
 
     def _find(self) -> dict[str, Path]:
         """Return the three files by role."""
-        path = self.settings.path
+        path, name = self.settings.path, self.settings.name
         folders = candidates(path, self.root) if path is not None else (self.root / "musae", self.root)
         missing = ""
         for folder in folders:
@@ -96,18 +87,18 @@ class MusaeData(GraphDataModule):
             names = sorted(file for file in listing if file.is_file())
             files: dict[str, Path] = {}
             for role, ending in FILES.items():
-                pattern = re.compile(rf"(musae_)?{re.escape(self._dataset)}{ending}", re.IGNORECASE)
+                pattern = re.compile(rf"(musae_)?{re.escape(name)}{ending}", re.IGNORECASE)
                 if matches := [file for file in names if pattern.fullmatch(file.name)]:
                     files[role] = matches[0]
                 else:
                     extension = "json" if role == "features" else "csv"
-                    missing = missing or f"{folder} has no {self._dataset}_{role}.{extension}"
+                    missing = missing or f"{folder} has no {name}_{role}.{extension}"
             if len(files) == len(FILES):
                 return files
         raise DataError(
             f"{self.origin}: {missing or 'no folder ' + ' or '.join(map(str, folders))}",
-            hint=f"put {self._dataset}_edges.csv, {self._dataset}_features.json and {self._dataset}_target.csv into "
-            f"{folders[0]}, or set data.path to their folder",
+            hint=f"put {name}_edges.csv, {name}_features.json and {name}_target.csv into {folders[0]}, or set "
+            "data.path to their folder",
         )
 
     def _label_columns(self, path: Path, columns: Sequence[str]) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from gtrain.data.sources.feature_rows import RowColumns, RowData
 from gtrain.errors import ConfigError, DataError
 
 
-class ParquetData(RowData):
+class ParquetData(RowData[ParquetConfig]):
     """Rows of sparse features with a label, from Parquet files.
 
     Rows are the nodes of a graph without edges; ``x`` is a sparse CSR tensor, whose columns are, in this order, the
@@ -40,20 +40,15 @@ class ParquetData(RowData):
 
     name = "parquet"
 
-    settings_type = ParquetConfig
-    settings: ParquetConfig
-
     def __init__(self, settings: ParquetConfig | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
         given = self.settings
-        for key, number in (("buckets", given.buckets), ("num_features", given.num_features)):
-            if number is not None and number < 1:
-                raise ConfigError(f"data.{key}={number} is too small", hint="set 1 or more")
+        self._dense, self._categorical = list(given.dense or []), list(given.categorical or [])
         if given.values is not None and given.ids is None:
             raise ConfigError(
                 f"data.values={given.values}, and data.ids is not set", hint="name the column of ids: data.ids="
             )
-        if given.label in (given.ids, given.values, *(given.dense or []), *(given.categorical or [])):
+        if given.label in (given.ids, given.values, *self._dense, *self._categorical):
             raise ConfigError(f"data.label={given.label} is a feature too", hint="remove the label from the features")
 
     def identity(self) -> dict[str, Any]:
@@ -63,17 +58,8 @@ class ParquetData(RowData):
         files = {key: [file_stamp(file) for file in files] for key, files in self._files().items()}
         return {**files, **options, "dense": self._dense, "categorical": self._categorical}
 
-    @property
-    def _dense(self) -> list[str]:
-        return list(self.settings.dense or [])
-
-    @property
-    def _categorical(self) -> list[str]:
-        return list(self.settings.categorical or [])
-
-    def check_inputs(self) -> None:
+    def check_files(self) -> None:
         """Refuse missing files, and columns that the files' schemas lack or have with other types."""
-        super().check_inputs()
         table, source = self._open_files().schema.empty_table(), self._source_of(0)
         self._blocks(table, source)
         check_label(table[self.settings.label].type, self.settings.label, source)

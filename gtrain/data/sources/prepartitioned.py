@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gtrain.data.module import OUTLINE, GraphDataModule
+from gtrain.data.module import OUTLINE, GraphDataModule, S
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.partition import AUTO
 
 Assignment = Tensor | dict[str, Tensor]
 
 
-class PrepartitionedData(GraphDataModule):
+class PrepartitionedData(GraphDataModule[S]):
     """A graph that another program has partitioned.
 
     A source overrides :meth:`count_parts`, and sets ``part_of_node`` in :meth:`read`. The job needs one rank per part,

@@ -10,19 +10,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import torch_geometric.datasets
+from torch import Tensor
 from torch_geometric.data import Data, Dataset, HeteroData
 
 from gtrain.data.config import AmazonConfig, CoauthorConfig, DataConfig, HeterophilousConfig, PlanetoidConfig, PyGConfig
-from gtrain.data.module import OUTLINE, GraphDataModule, file_stamp, known_name, log
-from gtrain.data.prepare.components import largest_component
+from gtrain.data.module import OUTLINE, GraphDataModule, S, file_stamp, known_name, log
 from gtrain.data.readers.pyg import MissingFiles, construct, download, mirror, probe, tidy_graph
 from gtrain.data.readers.unpickling import plain_pickles
 from gtrain.errors import ConfigError, DataError, GtrainError
 from gtrain.graph.store.lock import file_lock
 
 
-class PyGData(GraphDataModule):
+class PyGData(GraphDataModule[S]):
     """The graph of any class of ``torch_geometric.datasets`` with a single graph, also heterogeneous or temporal.
 
     The validation and test edges of a data set become held-out edges, for ``task=link``; see
@@ -36,11 +37,12 @@ class PyGData(GraphDataModule):
     Its settings are those of :class:`~gtrain.data.config.PyGConfig`.
     """
 
+    settings_type: ClassVar[type[DataConfig]] = PyGConfig
+    published: ClassVar[tuple[str, tuple[str, ...]] | None] = None
+    """PyG's class and the names of its data sets; None: the settings name the class."""
     preset: str | None = None
 
-    settings_type: ClassVar[type[DataConfig]] = PyGConfig
-
-    def __init__(self, settings: DataConfig | None = None, **keywords: Any) -> None:
+    def __init__(self, settings: S | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
         name, self.options = self.dataset()
         self._class = dataset_class(name)
@@ -49,13 +51,15 @@ class PyGData(GraphDataModule):
 
     def dataset(self) -> tuple[str, dict[str, Any]]:
         """Return the name of PyG's class, and its arguments other than ``root``."""
-        assert isinstance(self.settings, PyGConfig)
-        options = self.settings.options
+        settings: Any = self.settings
+        if self.published is not None:
+            return self.published[0], {"name": known_name(self.published[0], settings.name, self.published[1])}
+        options = settings.options
         if options is not None and not isinstance(options, Mapping):
             raise ConfigError(
                 f"data.options={options!r} is not a mapping", hint="set it like data.options={name: Cora}"
             )
-        return self.settings.name, dict(options or {})
+        return settings.name, dict(options or {})
 
     def identity(self) -> dict[str, Any]:
         """Return the class, its options, and the stamps of its raw files."""
@@ -156,21 +160,15 @@ class PyGData(GraphDataModule):
         )
 
 
-class PlanetoidData(PyGData):
+class PlanetoidData(PyGData[PlanetoidConfig]):
     """Cora, CiteSeer or PubMed with their public split and normalised features (Yang et al. 2016)."""
 
+    published = "Planetoid", ("Cora", "CiteSeer", "PubMed")
     preset = "planetoid"
-
     outline = OUTLINE
 
-    settings_type = PlanetoidConfig
-    settings: PlanetoidConfig
 
-    def dataset(self) -> tuple[str, dict[str, Any]]:
-        return "Planetoid", {"name": known_name("Planetoid", self.settings.name, ("Cora", "CiteSeer", "PubMed"))}
-
-
-class _SplitByClass(PyGData):
+class _SplitByClass(PyGData[AmazonConfig]):
     """A graph of Shchur et al. 2018, whose figures are of the largest connected component.
 
     The remaining nodes keep their order; their ids in the data set become their names.
@@ -178,19 +176,14 @@ class _SplitByClass(PyGData):
 
     outline = OUTLINE
 
-    settings: AmazonConfig | CoauthorConfig
-
-    def __init__(self, settings: DataConfig | None = None, **keywords: Any) -> None:
-        super().__init__(settings, **keywords)
-        self.largest_component = self.settings.largest_component
-
     def identity(self) -> dict[str, Any]:
-        identity = {**super().identity(), "largest_component": self.largest_component}
-        return {**identity, "names": "ids of the data set"} if self.largest_component else identity
+        component = self.settings.largest_component
+        identity = {**super().identity(), "largest_component": component}
+        return {**identity, "names": "ids of the data set"} if component else identity
 
     def read(self) -> Data | HeteroData:
         graph = super().read()
-        if not self.largest_component:
+        if not self.settings.largest_component:
             return graph
         assert isinstance(graph, Data)
         component, ids = largest_component(graph)
@@ -202,39 +195,51 @@ class _SplitByClass(PyGData):
 class AmazonData(_SplitByClass):
     """The co-purchase graphs Computers and Photo, split by class (Shchur et al. 2018)."""
 
+    published = "Amazon", ("Computers", "Photo")
     preset = "amazon"
-
-    settings_type = AmazonConfig
-
-    def dataset(self) -> tuple[str, dict[str, Any]]:
-        return "Amazon", {"name": known_name("Amazon", self.settings.name, ("Computers", "Photo"))}
 
 
 class CoauthorData(_SplitByClass):
     """The co-authorship graphs CS and Physics, split by class (Shchur et al. 2018)."""
 
+    settings_type = CoauthorConfig
+    published = "Coauthor", ("CS", "Physics")
     preset = "coauthor"
 
-    settings_type = CoauthorConfig
 
-    def dataset(self) -> tuple[str, dict[str, Any]]:
-        return "Coauthor", {"name": known_name("Coauthor", self.settings.name, ("CS", "Physics"))}
-
-
-class HeterophilousData(PyGData):
+class HeterophilousData(PyGData[HeterophilousConfig]):
     """The heterophilous graphs of Platonov et al. 2023, each with ten published splits."""
 
+    published = (
+        "HeterophilousGraphDataset",
+        ("Roman-empire", "Amazon-ratings", "Minesweeper", "Tolokers", "Questions"),
+    )
     preset = "heterophilous"
-
     outline = OUTLINE
 
-    settings_type = HeterophilousConfig
-    settings: HeterophilousConfig
 
-    def dataset(self) -> tuple[str, dict[str, Any]]:
-        options = ("Roman-empire", "Amazon-ratings", "Minesweeper", "Tolokers", "Questions")
-        name = known_name("HeterophilousGraphDataset", self.settings.name, options)
-        return "HeterophilousGraphDataset", {"name": name}
+def components(edge_index: Tensor, num_nodes: int) -> Tensor:
+    """Return the smallest node of each node's component, int64 [N]; edges count in both directions."""
+    label, before = torch.arange(num_nodes), None
+    source, target = edge_index
+    while before is None or not torch.equal(label, before):
+        before = label
+        label = label.scatter_reduce(0, target, label[source], "amin")
+        label = label.scatter_reduce(0, source, label[target], "amin")
+        label = label[label]  # pointer jumping halves the chains
+    return label
+
+
+def largest_component(graph: Data) -> tuple[Data, Tensor]:
+    """Return the largest component (the first of equal ones) and the ids of its nodes in ``graph``, ascending [n].
+
+    Node i of the component is node ``ids[i]`` of the graph.
+    """
+    assert graph.edge_index is not None and graph.num_nodes is not None
+    label = components(graph.edge_index, graph.num_nodes)
+    ids = (label == int(label.bincount().argmax())).nonzero().flatten()
+    component: Data = graph.subgraph(ids)
+    return component, ids
 
 
 def dataset_class(name: str) -> type[Dataset]:

@@ -250,7 +250,7 @@ def test_a_mistake_is_refused_before_the_data_are_read(overrides: list[str], sai
         ),
         (["+bogus=1"], "bogus=1 was set; the configuration has no key bogus"),
         (["+verbs=test"], "did you mean verb?"),
-        (["data.num_parts=0"], "data.num_parts=0 is too small"),
+        (["data.num_parts=0"], "data.num_parts=0 was set; it must be at least 1"),
         (["callbacks.checkpoint.monitor=nosuch"], "It logs train/loss, val/acc, "),
         (["callbacks=early_stopping", "callbacks.early_stopping.monitor=val/los"], "monitor=val/los was set"),
         (["data=edges", "data.path=/dev/null"], "/dev/null is a device, a pipe or a socket"),

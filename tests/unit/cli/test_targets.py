@@ -134,7 +134,7 @@ def test_the_shipped_configurations_name_what_is_allowed(request: pytest.Fixture
 
 
 @pytest.mark.parametrize(
-    "name", ["os.system", "torch.nn.functional.relu", "gtrain.data.readers.ogb.download", "torch.load"]
+    "name", ["os.system", "torch.nn.functional.relu", "gtrain.data.sources.ogb.download", "torch.load"]
 )
 def test_names_that_are_not_allowed(name: str) -> None:
     with pytest.raises(ConfigError, match=r"model\._target_=.*was set in a file"):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gtrain.data.readers.files import load_tensors, read_array
-from gtrain.data.readers.heco import load_npz
+from gtrain.data.sources.heco import load_npz
 from gtrain.data.sources.temporal import TemporalData
 from gtrain.errors import DataError, GtrainError
 from gtrain.graph.partition import read_assignment
@@ -130,7 +130,7 @@ def test_hdf5(tmp_path: Path) -> None:
 
 def test_packed_text_of_a_social_graph(tmp_path: Path) -> None:
     """zlib's own error is none of OSError."""
-    from gtrain.data.readers.ogb import read_lines
+    from gtrain.data.sources.ogb import read_lines
 
     path, refused = tmp_path / "types.csv.gz", 0
     path.write_bytes(gzip.compress(b"author,paper\n2,3\n"))

@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from gtrain.data.batches.loader import prefetched
 from gtrain.data.ingest import blocks, columns
 from gtrain.data.ingest.blocks import first_lines, read_blocks
 from gtrain.data.ingest.columns import Column
-from gtrain.data.ingest.edge_list import read_ahead
 from gtrain.data.ingest.lines import LineReader
 from gtrain.errors import DataError
 
@@ -150,13 +150,13 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reading_ahead_hands_on_items_and_errors() -> None:
-    assert list(read_ahead(iter(range(10)))) == list(range(10))
+    assert list(prefetched(iter(range(10)), 3, "ahead")) == list(range(10))
 
     def broken():
         yield 1
         raise DataError("broken", hint="mend it")
 
-    items = read_ahead(broken())
+    items = prefetched(broken(), 3, "ahead")
     assert next(items) == 1
     with pytest.raises(DataError, match="broken"):
         next(items)

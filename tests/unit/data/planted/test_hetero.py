@@ -151,10 +151,10 @@ def test_the_store(tmp_path: Path) -> None:
     [
         ({"num_writes": 8_000_000}, "num_writes=8000000 and data.writes_homophily=0.8 ask for .* within classes"),
         ({"num_terms": 3}, "num_terms=3 is less than data.num_classes=4"),
-        ({"cites_homophily": 1.2}, "cites_homophily=1.2 is not a probability"),
-        ({"num_mentions": -1}, "num_mentions=-1 is too small"),
-        ({"degree_exponent": math.nan}, "degree_exponent=nan has no finite mean"),
-        ({"feature_signal": math.inf}, "feature_signal=inf is out of range"),
+        ({"cites_homophily": 1.2}, "cites_homophily=1.2 was set; it must be at least 0 and at most 1"),
+        ({"num_mentions": -1}, "num_mentions=-1 was set; it must be at least 0"),
+        ({"degree_exponent": math.nan}, "degree_exponent=nan was set; it must be a number above 2, and finite"),
+        ({"feature_signal": math.inf}, "feature_signal=inf was set; it must be at least 0, and finite"),
         ({"split": "public"}, "has no masks"),
     ],
 )

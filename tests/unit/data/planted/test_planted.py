@@ -155,9 +155,9 @@ def test_best_acc_is_what_an_oracle_scores() -> None:
     [
         ({"num_nodes": 10, "num_edges": 90, "num_classes": 2}, "36 node pairs inside classes, and 10 nodes in 2.*20"),
         ({"num_nodes": 10, "num_edges": 80, "num_classes": 2, "homophily": 0.1}, "36 node pairs between .* have 25"),
-        ({"homophily": 1.2}, "homophily=1.2 is not a probability"),
-        ({"num_classes": 1}, "num_classes=1 is too small"),
-        ({"degree_exponent": 2.0}, "no finite mean"),
+        ({"homophily": 1.2}, "homophily=1.2 was set; it must be at least 0 and at most 1"),
+        ({"num_classes": 1}, "num_classes=1 was set; it must be at least 2"),
+        ({"degree_exponent": 2.0}, "degree_exponent=2.0 was set; it must be a number above 2"),
         ({"num_nodes": 5, "num_edges": 4}, "num_classes=8 is more than data.num_nodes=5"),
         ({"num_nodes": 100, "num_edges": 101, "self_loops": True}, "no edges beside the self-loops of 100 nodes"),
         ({"split": "public"}, "has no masks"),

@@ -99,11 +99,11 @@ def test_the_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_rows": 1}, "data.num_rows=1 is too small"),
+        ({"num_rows": 1}, "data.num_rows=1 was set; it must be at least 2"),
         ({"features_per_row": 501}, "features_per_row=501 is more than half of data.num_features=1000"),
-        ({"positive_rate": 1.0}, "positive_rate=1 leaves one class empty"),
-        ({"zipf_exponent": -0.5}, "zipf_exponent=-0.5 is out of range"),
-        ({"signal": math.nan}, "signal=nan is out of range"),
+        ({"positive_rate": 1.0}, "positive_rate=1.0 was set; it must be a number above 0 and below 1"),
+        ({"zipf_exponent": -0.5}, "zipf_exponent=-0.5 was set; it must be at least 0"),
+        ({"signal": math.nan}, "signal=nan was set; it must be at least 0, and finite"),
         ({"split": "public"}, "generated rows have no masks"),
     ],
 )

@@ -71,7 +71,5 @@ def test_several_labels_have_no_per_class_split() -> None:
 def test_options_check_themselves() -> None:
     with pytest.raises(ConfigError, match=r"train_fraction=0.8 \+ data.val_fraction=0.3 = 1.1"):
         SplitOptions("random", train_fraction=0.8, val_fraction=0.3)
-    with pytest.raises(ConfigError, match="public, random, per_class"):
-        SplitOptions("Random")
     with pytest.raises(ConfigError, match="train_per_class=0"):
         SplitOptions("per_class", train_per_class=0)

@@ -16,9 +16,16 @@ import torch
 import torch_geometric.datasets
 from torch_geometric.data import Data, Dataset, HeteroData, InMemoryDataset
 
-from gtrain.data.prepare.components import components, largest_component
 from gtrain.data.readers.pyg import tidy_graph
-from gtrain.data.sources.pyg import AmazonData, CoauthorData, HeterophilousData, PlanetoidData, PyGData
+from gtrain.data.sources.pyg import (
+    AmazonData,
+    CoauthorData,
+    HeterophilousData,
+    PlanetoidData,
+    PyGData,
+    components,
+    largest_component,
+)
 from gtrain.errors import ConfigError, DataError
 
 Real = Callable[[str], Path]

@@ -116,7 +116,7 @@ def test_options(tmp_path: Path) -> None:
         ({"features": "1:"}, r"data\.features takes the columns \[1, 2\]"),
         ({"features": "3:"}, r"data\.features takes the columns \[\], and .*events has the columns 0\.\.2"),
         ({"time_column": 3}, r"data\.time_column=3, and .*events has the columns 0\.\.2"),
-        ({"time_scale": 0.0}, r"data\.time_scale=0 is not positive"),
+        ({"time_scale": 0.0}, r"data\.time_scale=0\.0 was set; it must be a number above 0"),
     ):
         with pytest.raises(ConfigError, match=message):
             events(tmp_path, "0 1 2\n", **options).read()
