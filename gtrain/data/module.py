@@ -10,11 +10,10 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args
 
 import lightning.pytorch as pl
 from torch import Tensor
-from typing_extensions import TypeVar
 
 from gtrain.data.batches.loader import SeedLoader, has_split, num_link_seeds
 from gtrain.data.batches.sampling import Sampling
@@ -46,7 +45,12 @@ TRIPLES_OUTLINE = {**OUTLINE, "num_features": None, "num_classes": None, "num_re
 EVENTS_OUTLINE = {**TRIPLES_OUTLINE, "num_relations": None}
 
 
-S = TypeVar("S", bound=DataConfig, covariant=True, default=DataConfig)
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as DefaultTypeVar  # the same as typing.TypeVar from Python 3.13
+
+    S = DefaultTypeVar("S", bound=DataConfig, covariant=True, default=DataConfig)
+else:
+    S = TypeVar("S")
 
 
 class GraphDataModule(pl.LightningDataModule, Generic[S]):
@@ -107,7 +111,8 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
 
     def __init__(self, settings: S | None = None, **keywords: Any) -> None:
         super().__init__()
-        self.settings = given = build_settings(self.settings_type, type(self).__name__, settings, keywords)  # type: ignore[type-var]
+        made: Any = build_settings(self.settings_type, type(self).__name__, settings, keywords)  # type: ignore[type-var]
+        self.settings = given = made
         self.root = Path(given.root).expanduser()
         self.store = Path(given.store).expanduser()
         self.partitioner = given.partitioner

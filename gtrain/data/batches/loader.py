@@ -195,19 +195,13 @@ class SeedLoader:
         epoch = self.next_epoch()
         seeds = self.seeds(graph) if seeds is None else seeds
         if isinstance(seeds, Tensor):
-            for chunk in self._chunks(seeds, epoch):
-                yield with_seeds(graph, chunk)
+            for positions in self.step_positions(seeds.numel(), epoch):
+                yield with_seeds(graph, seeds[positions])
         else:
-            for step, chunk in enumerate(self._chunks(torch.arange(len(seeds)), epoch)):
-                batch = with_edges(graph, seeds, chunk, epoch)
+            for step, positions in enumerate(self.step_positions(len(seeds), epoch)):
+                batch = with_edges(graph, seeds, positions, epoch)
                 batch.random_key = self.random_key(epoch, step)
                 yield batch
-
-    def _chunks(self, seeds: Tensor, epoch: int) -> Sequence[Tensor]:
-        """Cut the seeds, in the order of the source data, into the steps of one epoch."""
-        if self.batch_size is None:
-            return (seeds,)
-        return [seeds[positions] for positions in self.step_positions(seeds.numel(), epoch)]
 
     def step_positions(self, count: int, epoch: int) -> Sequence[Tensor]:
         """Return, for each step of an epoch, the positions of its seeds among ``count`` seeds, int64."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import Any, ClassVar, Generic, get_args
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import TypeVar
 
 from gtrain.data.module import GraphDataModule, S
 from gtrain.graph.store.files import chunks, row_bytes
@@ -18,13 +17,13 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-Model = TypeVar("Model", default=Any)
+Model = TypeVar("Model")
 
 
-class PlantedSource(GraphDataModule[S], Generic[S, Model]):
+class PlantedSource(GraphDataModule[S], Generic[Model, S]):
     """Base of the sources that draw a graph from a model with a known best possible score.
 
-    A source inherits from ``PlantedSource[ITS_CONFIG, ITS_MODEL]``, whose second argument is a dataclass of the
+    A source inherits from ``PlantedSource[ITS_MODEL, ITS_CONFIG]``, whose first argument is a dataclass of the
     generator's parameters; all of them are settings of the source.
 
     Attributes:
@@ -36,7 +35,7 @@ class PlantedSource(GraphDataModule[S], Generic[S, Model]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.model_type = get_args(cls.__orig_bases__[0])[1]  # type: ignore[attr-defined]
+        cls.model_type = get_args(cls.__orig_bases__[0])[0]  # type: ignore[attr-defined]
 
     def __init__(self, settings: S | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
@@ -57,8 +56,7 @@ def power_law(count: int, exponent: float, rng: np.random.Generator) -> Floats:
     The cap keeps a single node from outweighing its class.
     """
     weights = (1 - rng.random(count)) ** (-1 / (exponent - 1))
-    capped: Floats = np.minimum(weights, weights.mean() * math.sqrt(count) / 2)
-    return capped
+    return np.minimum(weights, weights.mean() * math.sqrt(count) / 2)
 
 
 def expected_accuracy(evidence: Floats, label_noise: float) -> float:
@@ -125,5 +123,4 @@ def noisy_labels(classes: Ints, num_classes: int, label_noise: float, rng: np.ra
     """Return the classes as labels; a share ``label_noise`` is replaced by another class, drawn uniformly."""
     wrong = rng.random(classes.size) < label_noise
     shift = rng.integers(1, num_classes, classes.size)
-    labels: Ints = np.where(wrong, (classes + shift) % num_classes, classes)
-    return labels
+    return np.where(wrong, (classes + shift) % num_classes, classes)

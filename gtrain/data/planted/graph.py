@@ -74,7 +74,7 @@ class PlantedModel(PlantedParameters):
                 )
 
 
-class PlantedData(PlantedSource[PlantedConfig, PlantedModel]):
+class PlantedData(PlantedSource[PlantedModel, PlantedConfig]):
     """A degree-corrected planted partition (Karrer and Newman 2011) with Gaussian features.
 
     Every node has a class; classes are of equal size. Node i has a weight ``theta_i`` from a power law. Of the

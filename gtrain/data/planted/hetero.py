@@ -85,7 +85,7 @@ class HeteroModel(PlantedHeteroParameters):
                 )
 
 
-class PlantedHeteroData(PlantedSource[PlantedHeteroConfig, HeteroModel]):
+class PlantedHeteroData(PlantedSource[HeteroModel, PlantedHeteroConfig]):
     """Papers, their authors and their terms: a planted partition with three node types and six relations.
 
     Nodes of every type have a class, classes of equal size. Each of the three kinds of edges (author *writes* paper,

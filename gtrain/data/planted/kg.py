@@ -49,8 +49,7 @@ class KGModel(PlantedKGParameters):
     @property
     def types(self) -> Ints:
         """The type of each entity, ``[num_entities]``, ascending."""
-        types: Ints = np.arange(self.num_entities) * self.num_types // self.num_entities
-        return types
+        return np.arange(self.num_entities) * self.num_types // self.num_entities
 
     def ends(self, relations: Ints) -> tuple[Ints, Ints]:
         """Return the types of heads and tails of relations: relation r joins type r to type r + 1, modulo the types."""
@@ -77,7 +76,7 @@ class KGModel(PlantedKGParameters):
             )
 
 
-class PlantedKGData(PlantedSource[PlantedKGConfig, KGModel]):
+class PlantedKGData(PlantedSource[KGModel, PlantedKGConfig]):
     """Triples (head, relation, tail) that follow rules: entities have positions on a ring, and relations are shifts.
 
     Each entity has one of ``num_positions`` positions, with as many entities at each. Relation r allows the triple
@@ -243,8 +242,7 @@ def _query_scores(query: Ints, size: Ints, allowed: NDArray[np.bool_], candidate
     harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, int(candidates.max()) + 1))])
     rows = [harmonic[last] - harmonic[first]]
     rows += [np.clip(k - first, 0, last - first) for k in HITS]
-    scores: Floats = np.stack(rows) / (last - first)
-    return scores
+    return np.stack(rows) / (last - first)
 
 
 def _allowed(model: KGModel, positions: Ints, shifts: Ints, count: int, rng: np.random.Generator) -> Ints:

@@ -55,8 +55,7 @@ class ClassSampler:
         position = np.searchsorted(total, low[classes] + rng.random(classes.size) * (high - low)[classes], side="right")
         # Rounding may move a draw past the end of its class.
         first = np.concatenate([[0], self.ends[:-1]])
-        nodes: Ints = self.order[np.clip(position, first[classes], last[classes])]
-        return nodes
+        return self.order[np.clip(position, first[classes], last[classes])]
 
 
 def _draw_ends(

@@ -35,7 +35,7 @@ class SparseModel(PlantedSparseParameters):
             )
 
 
-class PlantedSparseData(PlantedSource[PlantedSparseConfig, SparseModel]):
+class PlantedSparseData(PlantedSource[SparseModel, PlantedSparseConfig]):
     """Rows of a wide sparse matrix with binary labels from a logistic model.
 
     Each row has ``features_per_row`` different features. A feature of frequency rank r (from 1) is drawn in proportion
@@ -136,8 +136,7 @@ def _bias(logits: Floats, rate: float) -> float:
 
 
 def _sigmoid(logits: Floats) -> Floats:
-    probability: Floats = 0.5 * (1 + np.tanh(logits / 2))  # does not overflow
-    return probability
+    return 0.5 * (1 + np.tanh(logits / 2))  # does not overflow
 
 
 def _csr(features: Ints, values: NDArray[np.float32], num_features: int) -> Tensor:

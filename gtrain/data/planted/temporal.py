@@ -36,7 +36,7 @@ class TemporalModel(PlantedTemporalParameters):
         return np.bincount(np.arange(self.num_nodes) % self.num_communities)
 
 
-class PlantedTemporalData(PlantedSource[PlantedTemporalConfig, TemporalModel]):
+class PlantedTemporalData(PlantedSource[TemporalModel, PlantedTemporalConfig]):
     """Events (source, target, time) whose target is, with a known probability, of the source's community of the time.
 
     Times are integers drawn evenly from ``0 .. time_span - 1``, in order. The source of an event is drawn in proportion
@@ -81,7 +81,7 @@ def generate(model: TemporalModel, seed: int) -> tuple[Data, Ints]:
     sources = np.searchsorted(activity, rng.random(model.num_events) * activity[-1], side="right")
     sources = np.minimum(sources, model.num_nodes - 1)  # rounding may carry a draw over the end
     targets = np.empty(model.num_events, dtype=np.int64)
-    period = _period(times, model)
+    period = times * PERIODS // model.time_span
     bounds = np.searchsorted(period, np.arange(PERIODS + 1))
     slots = _CommunitySlots(model, rng)
     history = np.empty((PERIODS, model.num_nodes), dtype=np.int64)
@@ -111,12 +111,6 @@ def best_auc(model: TemporalModel) -> float:
         np.concatenate([share * inside, share * (1 - inside)]),
         np.concatenate([share * chance, share * (1 - chance)]),
     )
-
-
-def _period(times: Ints, model: TemporalModel) -> Ints:
-    """Return the period of each time."""
-    periods: Ints = times * PERIODS // model.time_span
-    return periods
 
 
 class _CommunitySlots:

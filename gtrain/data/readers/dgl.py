@@ -285,8 +285,7 @@ class _Stream:
 
     def number(self, form: str = "<Q") -> int:
         """Return the next number, by default an unsigned 64-bit integer."""
-        value: int = struct.unpack(form, self.take(struct.calcsize(form)).tobytes())[0]
-        return value
+        return struct.unpack(form, self.take(struct.calcsize(form)).tobytes())[0]
 
     def expect(self, magic: int, structure: str) -> None:
         """Check the magic number of a structure."""

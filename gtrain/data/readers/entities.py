@@ -87,8 +87,7 @@ def _unique(columns: Iterable[Any]) -> Any:
 
 def _encode(column: Any, names: Any) -> Ints:
     """Return the position of each string in ``names``, int64; -1 for unknown strings."""
-    positions: Ints = pc.fill_null(pc.index_in(column, value_set=names), -1).to_numpy().astype(np.int64)
-    return positions
+    return pc.fill_null(pc.index_in(column, value_set=names), -1).to_numpy().astype(np.int64)
 
 
 class EntityFeatures:

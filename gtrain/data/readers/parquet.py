@@ -378,8 +378,7 @@ class ParquetFiles:
 
 def column_names(file: Path, key: str = "path") -> list[str]:
     """Return the names of a file's columns."""
-    names: list[str] = _opened(key, file).schema_arrow.names
-    return names
+    return _opened(key, file).schema_arrow.names
 
 
 def _opened(key: str, file: Path) -> Any:

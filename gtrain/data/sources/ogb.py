@@ -146,19 +146,17 @@ class OGBData(GraphDataModule[OGBConfig]):
         raw, split = folder / "raw", folder / "split" / self._entry.split
         if not folder.is_dir():  # it will be downloaded
             return
+        needed = [raw / "num-node-list.csv.gz", raw / "edge.csv.gz"]
         if self._entry.hetero:
-            relations = [raw / "relations" / "___".join(edge) for edge in _hetero_outline(raw)[1]]
-            needed = [relation / "edge.csv.gz" for relation in relations]
-            splits: list[Path] = []
+            needed = [raw / "relations" / "___".join(edge) / "edge.csv.gz" for edge in _hetero_outline(raw)[1]]
+        elif self.name.startswith("ogbl"):
+            needed += [split / f"{name}.pt" for name in ("valid", "test")]
         else:
-            needed = [raw / "num-node-list.csv.gz", raw / "edge.csv.gz"]
-            splits = [split / f"{name}.csv.gz" for name in ("train", "valid", "test")]
-        if self.name.startswith("ogbl"):
-            splits = [split / f"{name}.pt" for name in ("valid", "test")]
-        elif self.task == "node" and not self._entry.hetero:
-            needed.append(raw / "node-label.csv.gz")
-            splits = splits if self.split.kind == "public" else []
-        for path in (*needed, *splits):
+            if self.task == "node":
+                needed.append(raw / "node-label.csv.gz")
+            if self.task != "node" or self.split.kind == "public":
+                needed += [split / f"{name}.csv.gz" for name in ("train", "valid", "test")]
+        for path in needed:
             if not path.is_file():
                 raise missing_file(path)
             if path.name == "edge.csv.gz" and (width := first_width(path)) not in (0, 2):

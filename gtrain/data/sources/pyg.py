@@ -145,19 +145,16 @@ class PyGData(GraphDataModule[S]):
             except GtrainError:
                 raise
             except Exception as err:  # the classes' downloads raise different exceptions
-                raise self._download_error(missing, err) from err
+                folder = self.search_folders[0]
+                files = ", ".join(str(file.relative_to(folder)) for file in missing)
+                raise DataError(
+                    f"data.root={self.root}: {folder} lacks {files}, and {self._class.__name__} could not download: "
+                    f"{type(err).__name__}: {err}",
+                    hint=f"put the files under {folder}, or set data.root to the folder that has them",
+                ) from err
             preferred = self.search_folders[0]
             _move_new(Path(scratch), self.root / self._class.__name__ if preferred == self.root else preferred)
         return self._find_raw()
-
-    def _download_error(self, missing: list[Path], err: Exception) -> DataError:
-        folder = self.search_folders[0]
-        files = ", ".join(str(file.relative_to(folder)) for file in missing)
-        return DataError(
-            f"data.root={self.root}: {folder} lacks {files}, and {self._class.__name__} could not download: "
-            f"{type(err).__name__}: {err}",
-            hint=f"put the files under {folder}, or set data.root to the folder that has them",
-        )
 
 
 class PlanetoidData(PyGData[PlanetoidConfig]):
@@ -259,8 +256,7 @@ def dataset_class(name: str) -> type[Dataset]:
             f"data.name={name}: PyG's reader evaluates text of its files as Python code, so gtrain does not run it",
             hint="convert the graph to an edge list and use data=edges",
         )
-    dataset: type[Dataset] = getattr(torch_geometric.datasets, name)
-    return dataset
+    return getattr(torch_geometric.datasets, name)
 
 
 _EVALUATING = ("CornellTemporalHyperGraphDataset",)

@@ -114,7 +114,7 @@ def test_the_past_trains_and_the_future_tests(tmp_path: Path) -> None:
         ({"num_communities": 501}, "num_communities=501 leaves nodes without a partner: data.num_nodes=1000"),
         ({"predictability": 1.5}, "predictability=1.5 was set; it must be at least 0 and at most 1"),
         ({"drift": 51.0}, "(?s)drift=51.0 was set; it must be at least 0 and at most 50.*nodes move at 50 times"),
-        ({"time_span": 2**57}, "time_span=144115188075855872 was set; it must be at least 1 and at most 72057594037927936"),
+        ({"time_span": 2**57}, "time_span=144115188075855872 was set; it must be .* at most 72057594037927936"),
         ({"num_events": 0}, "num_events=0 was set; it must be at least 1"),
         ({"split": "public"}, "generated events hold none out"),
     ],
