@@ -46,7 +46,7 @@ def test_facts() -> None:
         (with_value("y", torch.tensor([0, -1, 1, -1])), "node 1 has the label -1, and 2 of 4(.|\n)*unlabelled=-1"),
         (with_value("y", torch.tensor([0.0, 1.5, 1, 0])), "label of node 1 is 1.5"),
         (with_value("y", torch.tensor([0.0, 1, 1, float("nan")])), "label of node 3 is nan"),
-        (with_value("y", torch.tensor([0.0, 0.5, 1, float("inf")])), "node 1 is 0.5, .*; 2 of 4 are not"),
+        (with_value("y", torch.tensor([0.0, 0.5, 1, float("inf")])), "the label of node 1 is 0.5; .* 2 of 4 are not"),
         (with_value("y", torch.tensor([0.0, 1, 1, float("inf")])), "label of node 3 is inf"),
         (with_value("y", torch.tensor([7, 900, 7, 900])), "labels must be 0..C-1; the largest is 900 and only 2"),
         (with_value("y", torch.tensor([[0, 1], [0, 2], [0, 0], [1, 1]])), "has 2 at row 1, column 1"),
