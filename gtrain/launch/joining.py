@@ -97,10 +97,7 @@ def resume_earlier_attempt(cfg: DictConfig, job_id: str) -> None:
     if run_dir is None:
         runs.record_job(all_runs, job, Path(cfg.paths.run).absolute())
         return
-    cfg.paths.run, checkpoint = str(run_dir), runs.last_checkpoint(run_dir)
-    if checkpoint is not None:
-        cfg.ckpt_path = str(checkpoint.path)
-    origin = "the start" if checkpoint is None else "its last checkpoint"
+    cfg.paths.run, origin = str(run_dir), runs.resume(cfg, run_dir)
     print(f"gtrain: restarting the job from {origin} in {run_dir}", file=sys.stderr, flush=True)
 
 

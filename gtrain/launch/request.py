@@ -143,12 +143,9 @@ class JobRequest:
                 except RankFailedError as error:
                     if not error.external or attempt >= limit or self.cfg.verb != "train":
                         raise
-                    checkpoint = runs.last_checkpoint(run_dir)
-                    origin = "the start" if checkpoint is None else "its last checkpoint"
+                    origin = runs.resume(self.cfg, run_dir)
                     text = f"{error.message.rstrip('.')}; restarting the job from {origin} ({attempt + 1}/{limit})"
                     print(f"gtrain: {text}", file=sys.stderr, flush=True)
-                    if checkpoint is not None:
-                        self.cfg.ckpt_path = str(checkpoint.path)
         return None
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gtrain import __version__
@@ -165,6 +165,15 @@ def last_checkpoint(run_dir: Path) -> SavedCheckpoint | None:
             except (OSError, ValueError, KeyError, TypeError):
                 continue
     return None
+
+
+def resume(cfg: DictConfig, run_dir: Path) -> str:
+    """Set ``ckpt_path`` to the last checkpoint of an earlier attempt, and return where the job restarts, in words."""
+    checkpoint = last_checkpoint(run_dir)
+    if checkpoint is None:
+        return "the start"
+    cfg.ckpt_path = str(checkpoint.path)
+    return "its last checkpoint"
 
 
 def how_to_resume(run_dir: Path) -> str:
