@@ -13,7 +13,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+CONTENT = tomllib.loads((REPO / "pyproject.toml").read_text())
+PROJECT = CONTENT["project"]
 NEEDED = [Requirement(line) for line in PROJECT["dependencies"]]
 OPTIONAL = [Requirement(line) for extra in ("entities", "hdf5") for line in PROJECT["optional-dependencies"][extra]]
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
@@ -102,3 +103,18 @@ def test_the_workflow_runs_both_ends_by_the_script() -> None:
     for end in ("lowest", "newest"):
         assert Path(REPO, "constraints", f"{end}.txt").is_file() and f"\n          - end: {end}\n" in workflow
     assert ".ci/versions ${{ matrix.end }}" in workflow and "constraints/$end.txt" in script
+
+
+def test_the_listed_packages_are_those_of_the_tree() -> None:
+    """A package that is listed and missing keeps a fresh clone from being installed."""
+    folders = CONTENT["tool"]["setuptools"]["package-dir"]
+    roots = [
+        REPO / folders[name]
+        for name in ("gtrain", "gtrain_single", "gtrain_sar", "gtrain_pyg", "gtrain_ps", "gtrain_pbg")
+    ]
+    tree = {
+        ".".join((root.name, *file.parent.relative_to(root).parts))
+        for root in roots
+        for file in root.rglob("__init__.py")
+    }
+    assert set(CONTENT["tool"]["setuptools"]["packages"]) - {"gtrain.conf"} == tree
