@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gtrain import backends, messages
 from gtrain.errors import ConfigError
 from gtrain.model.config import NetworkConfig
-from gtrain.settings import Settings, as_typed, check, defaults, nested, schema, setting
+from gtrain.settings import Settings, as_typed, check, defaults, names_of, nested, schema, setting
 
 VERBS = {
     "train": "fit, then test with the best checkpoint (the default)",
@@ -315,8 +315,8 @@ def _has(cfg: DictConfig, key: str) -> bool:
 
 def _foreign(cfg: DictConfig, backend: backends.Backend) -> list[tuple[str, Any]]:
     """Return the keys and values of a composed configuration that its strategy lacks."""
-    fields = backend.load_config().__dataclass_fields__
-    unknown = [(f"strategy.{key}", plain(cfg.strategy[key])) for key in cfg.strategy if key not in fields]
+    names = names_of(backend.load_config())
+    unknown = [(f"strategy.{key}", plain(cfg.strategy[key])) for key in cfg.strategy if key not in names]
     shortcuts = _shortcuts() - {*backend.shortcuts}
     return unknown + [(key, plain(cfg[key])) for key in sorted(shortcuts) if cfg.get(key) is not None]
 

@@ -13,7 +13,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from gtrain import backends
 from gtrain.errors import ConfigError, GtrainError
-from gtrain.settings import as_typed
+from gtrain.settings import as_typed, names_of
 
 OPEN_GROUPS = ("model", "callbacks", "logger")
 """Groups whose keys are the arguments of any class."""
@@ -81,8 +81,8 @@ def _unknown_key(error: Any, causes: Sequence[BaseException], arguments: Sequenc
 def unknown_key(cfg: DictConfig, full_key: str, value: Any) -> ConfigError:
     """Return the error for a strategy's key that the configuration sets and the chosen strategy lacks."""
     is_strategy_key = "." in full_key
-    fields = backends.get(cfg.strategy.name).load_config().__dataclass_fields__ if is_strategy_key else {}
-    return unknown_key_of(full_key, value, sorted(fields))
+    names = names_of(backends.get(cfg.strategy.name).load_config()) if is_strategy_key else []
+    return unknown_key_of(full_key, value, sorted(names))
 
 
 def unknown_key_of(full_key: str, value: Any, options: Sequence[str]) -> ConfigError:
@@ -113,7 +113,7 @@ def strategies_with(key: str) -> list[str]:
     return [
         name
         for name, backend in backends.usable().items()
-        if field in (backend.shortcuts if field == key else backend.load_config().__dataclass_fields__)
+        if field in (backend.shortcuts if field == key else names_of(backend.load_config()))
     ]
 
 

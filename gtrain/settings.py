@@ -199,7 +199,7 @@ def pop_settings(config: type, owner: str, keywords: dict[str, Any], also: Itera
     Raises:
         ConfigError: a keyword is unknown; lists the settings.
     """
-    names = [field.name for field in dataclasses.fields(config)]
+    names = names_of(config)
     for name in keywords:
         if name not in names and name not in also:
             close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
@@ -234,6 +234,11 @@ def build_settings(config: type[S], owner: str, settings: S | None, keywords: di
 def part(config: type[T], settings: object) -> T:
     """Return an object of a dataclass whose fields are all fields of ``settings``."""
     return config(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(config)})  # type: ignore[arg-type]
+
+
+def names_of(config: type) -> list[str]:
+    """Return the names of a dataclass's settings, in the order of declaration."""
+    return [field.name for field in dataclasses.fields(config)]
 
 
 HIDDEN = ("_target_", "name")

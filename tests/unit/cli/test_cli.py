@@ -258,6 +258,12 @@ def test_a_typo_in_a_sweep_is_a_mistake() -> None:
         config.fit_strategy(cfg, ["strategy.num_partition"], sweep=True)
 
 
+def test_a_class_variable_of_the_settings_is_no_key() -> None:
+    cfg = composed("strategy=single", "strategy.group=x")
+    with pytest.raises(ConfigError, match=r"strategy has no key group; its keys are dropout, name, timeout_seconds\."):
+        config.fit_strategy(cfg, ["strategy.group"])
+
+
 def documented_models() -> list[tuple[str, list[str]]]:
     """The first table of docs/models.md: the models of each row, and the keys that are their own."""
     text = (REPO / "docs/models.md").read_text().split("\n## ")[0]
