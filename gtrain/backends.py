@@ -311,7 +311,8 @@ def installed() -> Installed:
 def _is_importable(point: EntryPoint) -> bool:
     try:
         return importlib.util.find_spec(point.module.partition(".")[0]) is not None
-    except ValueError:  # a module in sys.modules without a spec, created by a program
+    except ValueError:
+        # A module in sys.modules without a spec, created by a program.
         return True
 
 

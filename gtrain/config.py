@@ -240,7 +240,8 @@ def register(*, sweep: bool = False) -> None:
 def register_resolver(name: str, resolver: Callable[..., Any]) -> None:
     """Register or replace a resolver, with any release of OmegaConf."""
     register = OmegaConf.register_new_resolver
-    if not omegaconf.__version__.startswith("2.3."):  # 2.4 renames it; in 2.3 the new name is an older function
+    if not omegaconf.__version__.startswith("2.3."):
+        # OmegaConf 2.4 renames this function; in 2.3 the new name belongs to an older one.
         register = OmegaConf.register_resolver  # type: ignore[assignment]
     register(name, resolver, replace=True)
 

@@ -151,7 +151,8 @@ class CacheLock:
         """Release the lock, if this process holds it."""
         if self._descriptor is not None:
             with suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough: a forked child has the file open
+                # Closing is not enough: a forked child has the file open.
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = None
             self._held.discard(self._path)
@@ -188,7 +189,8 @@ class _LockedCache(FunctionCache):
         self.lock.acquire()
         missing = False
         try:
-            kernel = super().load_overload(signature, context)  # the lock's last holder may have saved it
+            # The lock's last holder may have saved it.
+            kernel = super().load_overload(signature, context)
             missing = kernel is None
         finally:
             if not missing:
@@ -198,7 +200,8 @@ class _LockedCache(FunctionCache):
     def save_overload(self, signature: Any, compiled: Any) -> None:
         try:
             super().save_overload(signature, compiled)
-        except OSError as error:  # for example a full disk; the kernel works without the cache
+        except OSError as error:
+            # For example a full disk; the kernel works without the cache.
             _warn_once(f"compiled kernels cannot be saved in {self.cache_path}: {error.strerror or error}")
         finally:
             self.lock.release()

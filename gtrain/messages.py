@@ -66,7 +66,8 @@ def _missing_option(error: MissingConfigException) -> str:
     if not options:
         return f"{_first_line(error)}\nHINT: gtrain --help lists the groups and their options."
     if group == "strategy" and name in backends.installed():
-        backends.get(name)  # raises the error that explains why it cannot be imported
+        # Raises the error that explains why the backend cannot be imported.
+        backends.get(name)
     hint = did_you_mean(name, options) or f"choose one of these for {group}."
     return f"{group}={name} was set; the options of {group} are {', '.join(options)}.\nHINT: {hint}"
 

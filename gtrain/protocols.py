@@ -217,7 +217,8 @@ def trainer_of(module: nn.Module) -> pl.Trainer | None:
     """Return the trainer that a LightningModule is attached to; None if it is not attached."""
     try:
         return cast("pl.Trainer", module.trainer)
-    except (AttributeError, RuntimeError):  # not a LightningModule, or not attached
+    except (AttributeError, RuntimeError):
+        # Not a LightningModule, or not attached.
         return None
 
 

@@ -38,7 +38,8 @@ ALLOWED = (
 )
 """Modules whose classes a file may name."""
 _FACTORIES = ("gtrain.model",)  # their functions are allowed too
-_EXCLUDED = ("torch_geometric.nn.sequential", "torch_geometric.nn.nlp")  # one evaluates text, one downloads models
+# The first evaluates text as Python, the second downloads models.
+_EXCLUDED = ("torch_geometric.nn.sequential", "torch_geometric.nn.nlp")
 _HYDRA_TARGET = re.compile(
     r"gtrain\.cli\.entry\.RunFolder$|(hydra\._internal\.core_plugins|hydra\.experimental\.callbacks|hydra_plugins|optuna)\."
 )
@@ -126,7 +127,8 @@ def check_objects(config: dict[str, Any], find: Any, parts: Iterable[str] = _PAR
     allowed = config.get("allow_targets") or ()
     for part in parts:
         for key, node in nested(config[part], part):
-            if isinstance(node, str) and "${" in node:  # Hydra would resolve it, and it could become a target
+            if isinstance(node, str) and "${" in node:
+                # Hydra would resolve it, and it could become a target.
                 raise ConfigError(
                     f"{key}={node} contains an interpolation after the configuration was resolved.",
                     hint="write the value itself.",
@@ -163,7 +165,8 @@ def check_hydra(hydra: DictConfig, arguments: Sequence[str]) -> None:
 
 def _check_name(key: str, target: str, allowed: Iterable[str]) -> None:
     """Refuse a target of a package without allowed modules, without importing it."""
-    if target.startswith("${"):  # check_objects checks it when it is resolved
+    if target.startswith("${"):
+        # check_objects checks it when it is resolved.
         return
     package = target.partition(".")[0]
     packages = {prefix.partition(".")[0] for prefix in (*_prefixes(), *allowed)}
@@ -194,7 +197,8 @@ def _within(name: str, prefixes: Iterable[str]) -> bool:
 
 def _is_local(package: str) -> bool:
     """Whether the current folder contains a user's module or package of this name."""
-    framework = {prefix.partition(".")[0] for prefix in _prefixes()}  # the current folder may be gtrain's source tree
+    # The current folder may be gtrain's source tree, whose packages are not the user's.
+    framework = {prefix.partition(".")[0] for prefix in _prefixes()}
     return (
         package not in framework
         and package.isidentifier()

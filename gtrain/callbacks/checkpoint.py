@@ -60,7 +60,8 @@ class RunCheckpoint(ModelCheckpoint):
             )
         better, best = torch.lt if self.mode == "min" else torch.gt, self.best_model_score
         if best is None or not self._has_score or (not undefined and bool(better(current, best))):
-            self.best_epoch = trainer.current_epoch  # before it is saved with the checkpoint's state
+            # Must be set before Lightning saves this callback's state with the checkpoint.
+            self.best_epoch = trainer.current_epoch
         super()._update_best_and_save(current, trainer, monitor_candidates)
 
     @property

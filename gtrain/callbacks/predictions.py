@@ -62,7 +62,8 @@ class PredictionWriter(pl.Callback):
 
     def __init__(self, path: Path, fmt: str, store: Store, strategy: GraphStrategy, embeddings: bool) -> None:
         self.path, self._format, self._store, self._embeddings = path, fmt, store, embeddings
-        self._strategy = strategy  # its process group does not exist yet
+        # The strategy, not its process group, which does not exist yet.
+        self._strategy = strategy
         self._rows: BinaryIO | None = None  # float32, batch after batch
         self._width = 0
         self._ids: list[Tensor] = []
@@ -142,7 +143,8 @@ class PredictionWriter(pl.Callback):
     def _source_ids(self, ids: Tensor) -> Tensor:
         """Return the source data's ids of nodes, which are their names if the data source left some nodes out."""
         names = self._store.names(target_type(self._store))
-        assert names is not None  # a source with source_nodes names its nodes
+        # A data source with source_nodes names its nodes.
+        assert names is not None
         return torch.tensor([int(name) for name in names.decode(ids)], dtype=torch.int64)
 
     @property

@@ -86,12 +86,14 @@ class RunRecorder(Callback):
         self.epoch_seconds.append(self._elapsed)
         # reading metrics computes them, which is collective: every rank reads them, here only
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        if not self._validated:  # Lightning keeps the values of the last validation
+        if not self._validated:
+            # Lightning keeps the values of the last validation: do not report them again.
             metrics = {name: value for name, value in metrics.items() if not name.startswith(("val/", "val_"))}
         self._validated = False
         self.history.append({"epoch": trainer.current_epoch, **metrics})
         self.epoch_of |= dict.fromkeys(metrics, trainer.current_epoch)
-        if not math.isfinite(metrics.get("train/loss", 0.0)):  # before the epoch's checkpoint is written
+        if not math.isfinite(metrics.get("train/loss", 0.0)):
+            # Stop before the checkpoint of this epoch is written.
             raise DataError(
                 f"the training loss of epoch {trainer.current_epoch} is {metrics['train/loss']}.",
                 hint="lower the learning rates (model.optimizer.lr, and model.sparse_optimizer.lr for tables), and "

@@ -83,7 +83,8 @@ class Timeline(Callback):
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps it from printing that it starts and stops
+        # Otherwise the profiler prints a line when it starts and when it stops.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._profile = profile(activities=activities)
         self._profile.start()
         self._profile.add_metadata("gtrain_rank", str(trainer.global_rank))

@@ -71,9 +71,12 @@ def _lock_folder(cfg: DictConfig, folder: Path) -> None:
 def main() -> None:
     """Run the command; exit with 0, or with an error message of a few lines."""
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises the errors that it would print
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: page faults cost torch more than most operations
-    sys.path.insert(0, os.getcwd())  # as with python -m: users' models are in the current folder
+    # Hydra then raises the errors that it would print.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    # Huge pages: page faults cost torch more than most operations.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # As with python -m: users' models are in the current folder.
+    sys.path.insert(0, os.getcwd())
     try:
         if "--version" in sys.argv[1:]:  # Hydra would print its version
             print(version_line())
@@ -84,13 +87,15 @@ def main() -> None:
                 hint="type the settings of the run; .hydra/overrides.yaml in its folder lists them.",
             )
         arguments = verb_to_override(sys.argv[1:])
-        if "verb=doctor" in arguments:  # before Hydra starts, because its installation may be broken
+        if "verb=doctor" in arguments:
+            # Before Hydra is imported, because its installation may be what is broken.
             from gtrain.doctor import report
 
             sys.exit(report.main([argument for argument in arguments if argument != "verb=doctor"]))
         if "verb=explain" in arguments:
             explain.main([argument for argument in arguments if argument != "verb=explain"])
-            sys.stdout.flush()  # raises BrokenPipeError here if the pipe is closed
+            # A closed pipe then raises BrokenPipeError here, not at exit.
+            sys.stdout.flush()
             return
         _typed[:] = arguments
         _prepare_hydra(sweep=any(a in ("-m", "--multirun", "hydra.mode=MULTIRUN") for a in arguments))
@@ -100,8 +105,10 @@ def main() -> None:
         with _rank_arguments(arguments) as rank_arguments:
             sys.argv[1:] = rank_arguments
             _hydra_main()
-    except BrokenPipeError:  # the reader of the pipe, such as head, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails
+    except BrokenPipeError:
+        # The reader of the pipe, such as head, has closed it.
+        # Otherwise the flush at exit fails and prints a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt as interrupt:
         _exit_with("\ngtrain: ".join(["interrupted", *getattr(interrupt, "__notes__", ())]), 130)
@@ -116,7 +123,8 @@ def main() -> None:
 
 def _skip_last_collection() -> None:
     """Exclude all imported objects from the interpreter's last garbage collection, which would take a second."""
-    if "triton" in sys.modules:  # triton is built with nanobind, which reports objects that stay alive as leaked
+    if "triton" in sys.modules:
+        # triton is built with nanobind, which reports objects that stay alive as leaked.
         gc.unfreeze()  # the agent has frozen them
     else:
         gc.freeze()
@@ -239,14 +247,16 @@ def _hydra_main(cfg: DictConfig) -> Any:
         return _job(cfg)
     except GtrainError as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise  # Hydra names the job and continues with the others
+            # Hydra names the job and continues with the others.
+            raise
         _exit_with(str(error), 1)
 
 
 def _job(cfg: DictConfig) -> Any:
     hydra_config = HydraConfig.get()
     _lock_folder(cfg, Path(hydra_config.runtime.output_dir))
-    if not launchers.is_first():  # delete the scratch folder now: a rank that is killed later would leave it behind
+    if not launchers.is_first():
+        # Delete the scratch folder now: a rank that is killed later would leave it behind.
         shutil.rmtree(hydra_config.sweep.dir, ignore_errors=True)
     overrides = list(hydra_config.overrides.task)
     typed = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
@@ -293,7 +303,8 @@ def make_key(file: str | None) -> None:
         raise ConfigError(
             f"cluster.key_file={file} was set; the file already exists.", hint="delete it first to create new keys."
         )
-    from gtrain.wire import Security  # imported here because it loads ZeroMQ
+    # Imported here because it loads ZeroMQ, which the other verbs do not need.
+    from gtrain.wire import Security
 
     path.parent.mkdir(parents=True, exist_ok=True)
     Security.create().save(path)
@@ -304,6 +315,7 @@ def _exit_with(message: str, code: int) -> NoReturn:
     with launchers.detect().printing_once() as prints:
         if prints:
             if sys.stderr.isatty():
-                print(file=sys.stderr)  # ends the progress line, which may still be open
+                # Ends the progress line, which may still be open.
+                print(file=sys.stderr)
             print(f"gtrain: {message}", file=sys.stderr, flush=True)
     sys.exit(code)

@@ -138,7 +138,8 @@ def _key(key: str) -> str:
     group, _, name = key.rpartition(".")
     options = declared().get(group or JOB, {})
     fields = {option: _fields(owner)[name] for option, owner in options.items() if name in _fields(owner)}
-    if not fields and not group:  # a shortcut at the top for a key of a strategy
+    if not fields and not group:
+        # A shortcut at the top level for a key of a strategy.
         shortcuts = _fields(
             *(backend.load_config() for backend in backends.usable().values() if name in backend.shortcuts)
         )

@@ -46,7 +46,8 @@ EVENTS_OUTLINE = {**TRIPLES_OUTLINE, "num_relations": None}
 
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar as DefaultTypeVar  # the same as typing.TypeVar from Python 3.13
+    # The same as typing.TypeVar from Python 3.13.
+    from typing_extensions import TypeVar as DefaultTypeVar
 
     S = DefaultTypeVar("S", bound=DataConfig, covariant=True, default=DataConfig)
 else:
@@ -231,9 +232,11 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
                 f"data.partition_path={self.partition_path} was set; no such file exists.",
                 hint="name a file with the part of each node.",
             )
-        if self.edge_buckets:  # also for an existing store, since num_partitions may have changed
+        if self.edge_buckets:
+            # Also for an existing store, since num_partitions may have changed.
             self.schema.check_partitions(self.num_parts, self.parts_key)
-        if type(self).fetch is GraphDataModule.fetch:  # sources with a fetch may still have to download files
+        if type(self).fetch is GraphDataModule.fetch:
+            # Not with a fetch of its source: that may still have to download the files.
             self.identity()  # stamps each file
         self.check_files()
 

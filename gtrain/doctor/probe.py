@@ -64,7 +64,8 @@ def main() -> None:
     """Run every step; the entry point of the child process."""
     for name in MODULES:
         if name == METIS and importlib.util.find_spec(name) is None:
-            continue  # optional, and not available on every platform
+            # Optional: there is no build for some platforms.
+            continue
         _step(f"import {name}", lambda name=name: getattr(importlib.import_module(name), "__version__", None))  # type: ignore[misc]
     _step("gpus", _gpus)
     _step("kernels", _kernels)
@@ -102,7 +103,8 @@ def _kernels() -> dict[str, Any]:
     kernel_cache.find_cache()
     try:
         importlib.import_module("gtrain.graph.sampling.spans")
-    except RuntimeError:  # numba: "cannot cache function: no locator available"
+    except RuntimeError:
+        # Numba: "cannot cache function: no locator available".
         folder = None
     return {"cache": folder, "writable": folder is not None}
 

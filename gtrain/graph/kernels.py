@@ -53,6 +53,7 @@ def sort_columns(indptr: Ints, time: Ints, source: Ints, position: Ints) -> None
     Bottom-up merge sort over runs that insertion sort has sorted. ``time`` is empty if the edges have no times.
     """
     timed = time.size > 0
+    # The spare arrays are as long as the longest column, not the data; short columns need none.
     longest = 0
     for c in range(indptr.size - 1):
         longest = max(longest, indptr[c + 1] - indptr[c])
@@ -169,6 +170,7 @@ def assign(
     for v in range(first, first + indptr.size - 1):
         start, stop = indptr[v - first], indptr[v - first + 1]
         for e in range(start, stop):
+            # Self-loops and neighbours without a part do not count.
             if neighbour[e] != v and part[neighbour[e]] >= 0:
                 neighbours_in[part[neighbour[e]]] += 1
         size_of, limit = sizes[group[v]], capacity[group[v]]
@@ -182,9 +184,11 @@ def assign(
                 continue
             fill = size / limit
             score = neighbours_in[p] - fennel * np.sqrt(fill) if fennel > 0 else neighbours_in[p] * (1.0 - fill)
+            # Ties go to the smaller part, then to the first one tried.
             if best < 0 or score > best_score or (score == best_score and size < best_size):
                 best, best_score, best_size = p, score, size
-        for e in range(start, stop):  # reset the touched counts only: P may exceed the node's degree
+        # Reset the touched counts only: P may exceed the node's degree.
+        for e in range(start, stop):
             if part[neighbour[e]] >= 0:
                 neighbours_in[part[neighbour[e]]] = 0
         part[v] = best

@@ -12,6 +12,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import extending, types
 
+# An ``@intrinsic`` function returns a numba signature and a function that emits LLVM instructions for a call.
 intrinsic: Any = extending.intrinsic  # its type is that of the function that it generates code for
 _LINE = 64  # bytes
 _POINTER, _WORD = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -61,6 +62,7 @@ def _row_into(cache: Any) -> Callable[..., Any]:
             loop, after = builder.append_basic_block("prefetch"), builder.append_basic_block("prefetched")
             builder.branch(loop)
             builder.position_at_end(loop)
+            # A do-while loop over lines: every row has at least one.
             offset = builder.phi(count.type)
             offset.add_incoming(count.type(0), entry)
             emit_prefetch(builder, builder.inttoptr(builder.add(start, offset), _POINTER), cache)
@@ -68,7 +70,8 @@ def _row_into(cache: Any) -> Callable[..., Any]:
             offset.add_incoming(following, loop)
             builder.cbranch(builder.icmp_signed("<", following, nbytes), loop, after)
             builder.position_at_end(after)
-            last = builder.add(start, builder.sub(nbytes, count.type(1)))  # a row may start in the middle of a line
+            # A row may start in the middle of a line.
+            last = builder.add(start, builder.sub(nbytes, count.type(1)))
             emit_prefetch(builder, builder.inttoptr(last, _POINTER), cache)
             return context.get_dummy_value()
 
@@ -90,6 +93,7 @@ def load_word(typingctx: Any, array: Any, position: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        # Without align=1 LLVM may assume an aligned address and emit an instruction that faults on others.
         return _unaligned(builder, builder.gep(data, [arguments[1]]), 64)
 
     return types.uint64(array, types.intp), generate
@@ -136,6 +140,8 @@ def fence(typingctx: Any) -> Any:
     """Prevent the compiler from moving memory accesses across this point; emits no instruction on x86."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        # x86 orders stores among themselves, so a fence against the compiler suffices there; other processors get a
+        # barrier.
         builder.fence("acq_rel")
         return context.get_dummy_value()
 

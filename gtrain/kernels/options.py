@@ -9,6 +9,7 @@ from typing import Any
 from numba import njit
 from numba.extending import overload
 
+# Never "fast" as a whole: its nnan and ninf flags would let LLVM drop checks for NaN, and diverged runs must show it.
 STRICT = {"contract"}
 """fastmath flags: allow fused multiply-add; preserve the order of operations, NaN and infinity."""
 FAST = {"contract", "reassoc", "nsz", "arcp"}

@@ -23,12 +23,14 @@ mix: Any = njit(cache=True, nogil=True)(splitmix.mix)
 @njit(cache=True, nogil=True)
 def stream(key: Any, node: int, subgraph: int) -> Any:
     """Return the start of the stream of a frontier node: a uint64 hash of key, node and subgraph."""
+    # Two rounds: with one, the streams of (node, subgraph) and of a neighbouring pair could coincide.
     return mix(mix(key ^ (np.uint64(node) * GOLDEN)) + np.uint64(subgraph) * MIX_2)
 
 
 @njit(cache=True, nogil=True)
 def unit(first: Any, draw: int) -> float:
     """Return number ``draw`` of a stream, uniform on the open interval (0, 1), so that its logarithm is finite."""
+    # 52 bits and a half: the result is a multiple of 2**-53 in 2**-53 .. 1 - 2**-53, exact in float64.
     return (np.float64(mix(first + np.uint64(draw) * GOLDEN) >> _SHIFT_12) + 0.5) * _TO_UNIT
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# 2**64 divided by the golden ratio, odd; MIX_1 and MIX_2 are the multipliers of Stafford's variant 13, as in
+# SplitMix64.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFT_27, _SHIFT_30, _SHIFT_31 = np.uint64(27), np.uint64(30), np.uint64(31)
@@ -56,5 +58,7 @@ def below(bound: int, start: int, counter: NDArray[Any], draws: int) -> NDArray[
     """
     stream = mix(np.uint64(start) ^ (counter.astype(np.uint64) * GOLDEN))
     step = np.arange(1, draws + 1, dtype=np.uint64) * GOLDEN
+    # 53 bits, the precision of float64, so that the product is the only rounding.
     unit = (mix(stream[:, None] + step) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    # The product may round up to ``bound``.
     return np.minimum((unit * bound).astype(np.int64), max(bound - 1, 0))

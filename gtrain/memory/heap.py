@@ -33,6 +33,7 @@ def trim_heap() -> None:
 
 
 def _set_thresholds(mmap: int, trim: int) -> None:
+    # Setting either threshold also ends glibc's adjustment of both.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, mmap)

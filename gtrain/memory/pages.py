@@ -17,7 +17,8 @@ LARGE_PAGE = 2 << 20
 """Bytes of a huge page."""
 _MIN_BYTES = 2 * LARGE_PAGE
 """Smaller tensors are not aligned to huge pages: the padding would outweigh the gain."""
-_MADV_COLLAPSE = 25  # Linux 6.1; unlike MADV_HUGEPAGE it acts at once, on shared memory, whatever the system's settings
+# Linux 6.1; unlike MADV_HUGEPAGE it acts at once, on shared memory, whatever the system's settings.
+_MADV_COLLAPSE = 25
 _MAP_NORESERVE, _MAP_FIXED = 0x4000, 0x10
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -38,6 +39,7 @@ def map_private(nbytes: int) -> tuple[mmap.mmap, int]:
         The mapping, which must outlive the use of the memory, and the offset of the memory in it.
     """
     large = nbytes >= LARGE_PAGE
+    # One huge page more than needed, so that an aligned start lies within the mapping.
     memory = mmap.mmap(-1, nbytes + LARGE_PAGE * large, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if not large:
         return memory, 0
@@ -73,12 +75,15 @@ def map_shared(descriptor: int, offset: int, nbytes: int) -> Tensor:
     if nbytes < _MIN_BYTES:
         return torch.frombuffer(mmap.mmap(descriptor, nbytes, offset=offset), dtype=torch.uint8)
     reserve = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    reserved = _libc.mmap(None, nbytes + LARGE_PAGE, 0, reserve, -1, 0)  # an address range with an aligned address
+    # Reserve a range that is large enough to contain an aligned address.
+    reserved = _libc.mmap(None, nbytes + LARGE_PAGE, 0, reserve, -1, 0)
     address = -(-reserved // LARGE_PAGE) * LARGE_PAGE
     access = mmap.PROT_READ | mmap.PROT_WRITE
+    # MAP_FIXED replaces a part of the reserved range only; nothing else can have been mapped there meanwhile.
     if _libc.mmap(address, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, offset) != address:
         raise OSError(ctypes.get_errno(), "the memory cannot be mapped")
     memory = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
-    memory[::LARGE_PAGE] |= 0  # MADV_COLLAPSE needs at least one resident small page in each huge page
+    # MADV_COLLAPSE needs at least one resident small page in each huge page.
+    memory[::LARGE_PAGE] |= 0
     _libc.madvise(address, nbytes // LARGE_PAGE * LARGE_PAGE, _MADV_COLLAPSE)
     return memory

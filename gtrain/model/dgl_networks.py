@@ -173,7 +173,8 @@ class DglRGCN(Relational):
         conv = load_dgl("model=dgl_rgcn").nn.RelGraphConv
         self.graph, self.rows = DglGraph(), None
         if before is None:
-            assert nodes is not None  # build passes it if the graph has no features
+            # The caller passes the number of nodes if the graph has no features.
+            assert nodes is not None
             before = self.hidden_channels
             self.rows = nn.Embedding(nodes, before)
         shared: dict[str, Any] = {"self_loop": root}

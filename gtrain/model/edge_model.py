@@ -96,7 +96,8 @@ def _ranks_of(scores: Tensor, answer: Tensor, row: Tensor | None, known: Tensor 
     if row is not None and known is not None:
         scores = scores.clone()
         scores[row, known] = -torch.inf
-    better = (~(scores <= own)).sum(1)  # NaN counts as better than the answer
+    # NaN counts as better than the answer.
+    better = (~(scores <= own)).sum(1)
     others = (scores == own).sum(1) - (scores.gather(1, answer.unsqueeze(1)) == own).flatten().long()
     return 1 + better.double() + others.double() / 2
 
@@ -207,7 +208,8 @@ def _counted(spread: Spread, candidates: _Candidates, queries: _Queries, known: 
         candidate, owned = candidates.local(known[1])
         scores = scores.clone()
         scores[row[owned].to(device), candidate[owned].to(device)] = -torch.inf
-    better = (~(scores <= own)).sum(1)  # NaN counts as better than the answer
+    # NaN counts as better than the answer.
+    better = (~(scores <= own)).sum(1)
     ties = (scores == own).sum(1)
     ties[query] -= (scores[query, index] == own[query, 0]).long()
     better, ties = spread.all_reduce(torch.stack([better, ties]))

@@ -60,7 +60,8 @@ class NodeEncoder(nn.Module):
 class NodeIds(nn.Module):
     """Returns the nodes' ids in the source data, for networks whose first layer has a row per node."""
 
-    returns_node_ids = True  # checkpoints then index the rows of the first layer by the source data's ids
+    # Checkpoints then index the rows of the first layer by original ids.
+    returns_node_ids = True
 
     def forward(self, batch: Data) -> Tensor:
         """Return int64 [n]."""

@@ -67,7 +67,8 @@ def trimming(network: nn.Module, parameters: Collection[str], batch: Data | Hete
         return {}
     nodes, edges = _numbers(batch)
     hops = min((len(counts) for counts in (edges.values() if isinstance(edges, dict) else [edges])), default=0)
-    if hop_bounds(network)[1] > hops:  # the network reads more hops than were sampled
+    if hop_bounds(network)[1] > hops:
+        # The network reads more hops than were sampled.
         return {}
     return dict(zip(names, (nodes, edges), strict=True))
 

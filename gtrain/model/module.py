@@ -46,10 +46,12 @@ def log_mean_loss(module: pl.LightningModule, split: str, total: Tensor, weight:
     loss = total / weight.clamp(min=torch.finfo(weight.dtype).tiny)
     metric: MeanLoss = getattr(module, f"{split}_loss")
     first = not metric.update_count
-    if metric.dtype != torch.float64:  # Lightning casts metrics to the run's precision, which would round sums
+    if metric.dtype != torch.float64:
+        # Lightning casts metrics to the run's precision, which would round sums.
         metric.set_dtype(torch.float64)
     metric.update(total.detach().double(), weight.detach().double())
-    if first:  # Lightning computes it at the epoch's end; logging it each time costs as much as a small step
+    if first:
+        # Lightning computes it at the epoch's end; logging it each time costs as much as a small step.
         module.log(f"{split}/loss", metric, on_step=False, on_epoch=True, batch_size=1, prog_bar=split == "train")
     return loss
 

@@ -13,7 +13,8 @@ from gtrain.errors import ConfigError
 
 _NORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "batch": ("BatchNorm", {}),
-    "layer": ("LayerNorm", {"mode": "node"}),  # PyG's default mode normalises over all nodes of the graph at once
+    # PyG's default mode normalises over all nodes of the graph at once.
+    "layer": ("LayerNorm", {"mode": "node"}),
 }
 
 
@@ -92,5 +93,6 @@ def gin(*, input_dropout: float = 0.0, norm: str | None = None, **settings: Any)
 def mlp(*, norm: str | None = None, **settings: Any) -> nn.Module:
     """Multi-layer perceptron without edges: the baseline for the gain of using the graph."""
     name, norm_kwargs = norm_settings(norm)
-    settings["dropout"] = float(settings.get("dropout", 0.0))  # PyG's MLP reads an integer as a list
+    # PyG's MLP reads an integer as a list.
+    settings["dropout"] = float(settings.get("dropout", 0.0))
     return NodeMLP(norm=name, norm_kwargs=norm_kwargs, **settings)

@@ -149,7 +149,8 @@ def coalesce(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         ids [Z], rows [Z, d]; the distinct ids, ascending, [U], and their sums [U, d].
     """
     if bool((ids[1:] > ids[:-1]).all()):
-        return ids, rows  # torch does not keep the coalesced flag when a gradient is assigned to a parameter
+        # torch does not keep the coalesced flag when a gradient is assigned to a parameter.
+        return ids, rows
     order, unique, offsets = grouped(ids)
     return unique, _bag(rows, order, offsets, None)
 

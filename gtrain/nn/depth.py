@@ -78,7 +78,8 @@ class HopMeter:
     def _note(self, conv: nn.Module, inputs: Any, result: Any) -> None:
         if not isinstance(result, Tensor) or not torch.is_grad_enabled():
             return
-        if not result.requires_grad:  # computed from inputs without a gradient, so not in the graph yet
+        if not result.requires_grad:
+            # Computed from inputs without a gradient, so not in the graph yet.
             result.requires_grad_()
         self._results.append(get_gradient_edge(result).node)
 

@@ -24,7 +24,8 @@ def load_dgl(user: str) -> ModuleType:
     Raises:
         ConfigError: it is not installed, or the installed release does not work with this torch.
     """
-    os.environ.setdefault("DGLBACKEND", "pytorch")  # else DGL writes its choice of a backend to the home folder
+    # Else DGL writes its choice of a backend to the home folder.
+    os.environ.setdefault("DGLBACKEND", "pytorch")
     try:
         return importlib.import_module("dgl")
     except (ImportError, OSError) as err:

@@ -273,7 +273,8 @@ def _seed_rows(batch: Data | HeteroData, step: StepRows) -> list[DropoutRows]:
         if "edge_label_id" in store:
             return _pair_rows(store)
     seeds = entry(batch, "seeds")
-    seed_type = entry(batch, "target") if typed else "node"  # an edge type in a link task, whose seeds are edges
+    # In a link task the seeds are edges, and the target is an edge type.
+    seed_type = entry(batch, "target") if typed else "node"
     if not isinstance(seeds, Tensor) or not isinstance(seed_type, str) or seed_type not in step.node_ids:
         return []
     select = partial(torch.index_select, step.node_ids[seed_type], 0, seeds)
@@ -292,7 +293,8 @@ def _pair_rows(store: Any) -> list[DropoutRows]:
     ids, label = store.edge_label_id, getattr(store, "edge_label", None)
     count = len(ids) if label is None else int((label == 1).sum())
     rows = [DropoutRows("pair", count, lambda: ids[:count])]
-    if count < len(ids):  # the false edges follow: the first one of each true edge, then the second ones, ...
+    if count < len(ids):
+        # The false edges follow: the first one of each true edge, then the second ones, ...
         draw = torch.arange(len(ids), device=ids.device) // max(count, 1)
         rows.append(DropoutRows("pair", len(ids), lambda: ids + (draw << 40)))
     return rows
@@ -448,7 +450,8 @@ class ExactDropout:
         if rows is _UNKNOWN_LAYER:
             return None
         mask = Mask(p, self._stream("other" if rows is None else rows.space))
-        if not x.numel():  # nothing to drop, but the layer is counted
+        if not x.numel():
+            # Nothing to drop, but the layer is counted.
             return None
         count = x.size(0)
         ids = torch.arange(count, device=x.device)
@@ -464,7 +467,8 @@ class ExactDropout:
         position, token = self._position, _draw_token()
         if position is self._root:
             number = self._number(space, token)
-        else:  # counts from the start of the convolution
+        else:
+            # The count starts at 0 in each convolution.
             number = position.counts.get(space, 0)
             position.counts[space] = number + 1
         return key(self._key, position.key, number, *space.encode()) >> 2
@@ -545,7 +549,8 @@ class ExactDropout:
         spaces = {rows.space for rows in matching}
         if len(spaces) == 1 and all(torch.equal(first.ids[: len(x)], rows.ids[: len(x)]) for rows in others):
             return first
-        if len(spaces) > 1:  # the types in turn, in the order of a loop over a dictionary
+        if len(spaces) > 1:
+            # The layer is called for each type in turn, in the order of a loop over a dictionary.
             first = min(matching, key=lambda rows: self._root.counts.get(rows.space, 0))
         if not self._warned:
             self._warned = True

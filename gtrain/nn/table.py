@@ -183,7 +183,8 @@ class LocalTableStorage(TableStorage):
         return self._layer.table.rows
 
     def state(self) -> dict[str, Any]:
-        return {}  # the rows are in the module's state_dict, their optimizer state in the optimizer's
+        # The rows are in the module's state_dict, their optimizer state in the optimizer's.
+        return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
         assert not state
@@ -362,7 +363,8 @@ class _Lookup(Function):
         ctx.storage = storage
         ctx.save_for_backward(ids)
         rows = storage.fetch(ids.reshape(-1))
-        return rows.view(*ids.shape, rows.size(1))  # not -1, which is ambiguous without ids
+        # Not -1, which is ambiguous without ids.
+        return rows.view(*ids.shape, rows.size(1))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

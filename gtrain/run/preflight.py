@@ -41,7 +41,8 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
         GtrainError: the error that a rank would raise later.
     """
     job, verb = Task(config, choices), config["verb"]
-    targets.check_objects(config, build.find_target, ["data"])  # before data_module instantiates them
+    # Before data_module instantiates these targets.
+    targets.check_objects(config, build.find_target, ["data"])
     build.find_target(config["data"]["_target_"], "data")
     ranks = config["trainer"]["num_nodes"] * config["trainer"]["devices"]
     if verb in ("predict", "export"):
@@ -140,11 +141,13 @@ def _check_target(key: str, node: dict[str, Any]) -> None:
         ConfigError: names the key.
     """
     target = build.find_target(node["_target_"], key)
-    if key == "model" or not callable(target):  # the model's arguments depend on the data; the sketch checks them
+    if key == "model" or not callable(target):
+        # The model's arguments depend on the data; the sketch checks them.
         return
     try:
         parameters = inspect.signature(target).parameters
-    except (TypeError, ValueError):  # implemented in C, without a signature
+    except (TypeError, ValueError):
+        # Implemented in C, without a signature.
         return
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
@@ -178,7 +181,8 @@ def _check_monitors(config: dict[str, Any], sketch: ModelSketch) -> None:
     names = {str(name) for collection in collections for name in collection.keys(keep_base=False)}
     logged = {"train/loss", "val/loss", *(name for name in names if name.startswith("val/"))}
     if sketch.traits.task == "link" or not sketch.sized:
-        logged.add("val/auc")  # of edges, or of a number of classes that may turn out to be two
+        # Logged for edges, and for classes if there turn out to be two.
+        logged.add("val/auc")
     for name, node in config["callbacks"].items():
         monitor, key = node.get("monitor") if isinstance(node, dict) else None, f"callbacks.{name}"
         if not isinstance(monitor, str) or monitor in ("auto", *logged):

@@ -55,7 +55,8 @@ def lock_folder(folder: Path) -> None:
     except OSError as error:
         os.close(descriptor)
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            return  # such as ENOLCK of a network file system
+            # Such as ENOLCK of a network file system.
+            return
         raise ConfigError(
             f"hydra.run.dir={folder} was set; another run is still writing to this folder.",
             hint="wait until it has ended, or leave out hydra.run.dir: each run then gets a new folder.",
@@ -88,7 +89,8 @@ def register(runs: Path, run_dir: Path, config: dict[str, Any]) -> None:
     (run_dir / RUN).write_text(json.dumps({"identity": identity(config), "gtrain": __version__}) + "\n")
     runs.mkdir(parents=True, exist_ok=True)
     line = os.path.relpath(run_dir, runs) if run_dir.is_relative_to(runs) else str(run_dir)
-    with open(runs / INDEX, "a") as index:  # one short append, which concurrent jobs do not interleave
+    # One short append, which concurrent jobs do not interleave.
+    with open(runs / INDEX, "a") as index:
         index.write(line + "\n")
 
 
@@ -197,4 +199,5 @@ def _identities_of(run_dir: Path) -> Iterator[str]:
             cfg = compose("config", overrides)
             yield identity({group: OmegaConf.to_container(cfg[group], resolve=True) for group in _GROUPS})
     except (OSError, ValueError, KeyError, HydraException, OmegaConfBaseException):
-        return  # not a run's folder, or settings that this release lacks
+        # Not a run's folder, or settings that this release lacks.
+        return

@@ -32,7 +32,8 @@ def sketch_model(config: dict[str, Any], data: GraphDataModule) -> pl.LightningM
     """Return the sketch of a job's model; None if the model can be built only with the graph."""
     try:
         return ModelSketch(config, data).model
-    except GtrainError:  # a rank raises it again, unless the graph is refused first
+    except GtrainError:
+        # A rank raises it again, unless the graph is refused first.
         return None
 
 
@@ -95,7 +96,8 @@ class ModelSketch:
 
     def _make_model(self, facts: dict[str, Any]) -> Any:
         settings = dict(self._config["model"])
-        if self._store is None:  # these lists have a number per class or relation, and an outline has few of them
+        if self._store is None:
+            # These lists have a number per class or relation, and an outline has few of them.
             settings |= {key: None for key in ("class_weights", "relation_weight") if key in settings}
         if not self.certain:
             facts = {**OUTLINE, "num_relations": 2, "num_classes": None if self._data.task == "link" else 2}
@@ -107,7 +109,8 @@ class ModelSketch:
             # An unexpected argument is a mistake on every graph; other errors may come from the guessed facts.
             if self.certain or "unexpected keyword" in str(error):
                 raise
-        except Exception:  # a user's model, which may need more of the store than an outline has
+        except Exception:
+            # A user's model, which may need more of the store than an outline has.
             pass
         return None
 
@@ -144,7 +147,8 @@ _PLAIN_TRAINER = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "max_epoch
 def _open(data: GraphDataModule) -> Store | None:
     try:
         return data.open_store() if (data.store_path / "manifest.json").is_file() else None
-    except (GtrainError, OSError):  # a rank reports what is wrong with the store, or prepares it again
+    except (GtrainError, OSError):
+        # A rank reports what is wrong with the store, or prepares it again.
         return None
 
 

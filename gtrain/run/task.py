@@ -126,7 +126,8 @@ class Task:
         pl.seed_everything(config["seed"], verbose=False)
         strategy, checkpoint = self.make_strategy(), self.checkpoint()
         strategy.model_name = self.model_name
-        memory = PeakMemory()  # after make_strategy: the baseline includes the strategy's imports
+        # After make_strategy: the baseline includes the strategy's imports.
+        memory = PeakMemory()
         if slots.restarts() or strategy.outlives_job:
             checkpoint = strategy.restart_checkpoint(run_dir) or checkpoint
         servers = _server_meter(strategy)
@@ -134,7 +135,8 @@ class Task:
         data.weight_demand = partial(_weight_demand, config, strategy.model_name)
         data.zero_demand = partial(_weight_demand, config, strategy.model_name, demand=zero_demand)
         prepare(data)
-        memory.start()  # after prepare, which forks: this starts a thread, and a process with threads cannot fork
+        # After prepare, which forks: this starts a thread, and a process with threads cannot fork.
+        memory.start()
         store = data.open_store()
         with strategy.making_model():
             model = build.make_model(config["model"], store)
@@ -163,7 +165,8 @@ class Task:
         best_possible = {name: value for name, value in store.facts.items() if name.startswith("best_")}
         metrics |= {f"data/{name}": float(value) for name, value in best_possible.items() if value is not None}
         figures = report.rank_figures(strategy.global_rank, memory, recorder, strategy.counters)
-        server_figures = strategy.servers.figures() if servers else []  # while every machine still has its servers
+        # Asked now, while every machine still has its servers.
+        server_figures = strategy.servers.figures() if servers else []
         gathered = strategy.group.all_gather_object((figures, strategy.servers.traffic, data.preparation_memory))
         ranks = [figures for figures, _, _ in gathered]
         ranks += servers.ranks(server_figures, [traffic for _, traffic, _ in gathered]) if servers else []
@@ -204,12 +207,14 @@ class Task:
     ) -> pl.Trainer:
         settings = dict(self.config["trainer"])
         if data.num_seeds("val") == 0:
-            settings["limit_val_batches"] = 0  # a data set may hold nothing out for validation
+            # A data set may hold nothing out for validation.
+            settings["limit_val_batches"] = 0
         callbacks = [build.make(node, f"callbacks.{name}") for name, node in self.config["callbacks"].items() if node]
         checkpoints = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
         for callback in checkpoints:
             if not settings["limit_val_batches"]:
-                callback.monitor = None  # without validation the last epoch counts as the best
+                # Without validation the last epoch counts as the best.
+                callback.monitor = None
             elif callback.monitor == "auto":
                 callback.monitor = default_score(model, data.facts)
         if not settings["enable_checkpointing"]:
@@ -223,7 +228,8 @@ class Task:
             callbacks=[recorder, *progress, *callbacks],
             logger=loggers or False,
             default_root_dir=self.config["paths"]["run"],
-            enable_progress_bar=False,  # ProgressLine takes the place of Lightning's bar
+            # ProgressLine takes the place of Lightning's bar.
+            enable_progress_bar=False,
             use_distributed_sampler=False,
         )
 
@@ -268,7 +274,8 @@ def _server_meter(strategy: GraphStrategy) -> ServerMeter | None:
     if not slots.roster().counts or not strategy.is_global_zero:
         return None
     meter = ServerMeter(strategy.servers)
-    strategy.counters.meters.insert(0, meter)  # first, so that its requests are not counted as this rank's traffic
+    # First, so that its requests are not counted as this rank's traffic.
+    strategy.counters.meters.insert(0, meter)
     return meter
 
 

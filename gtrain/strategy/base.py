@@ -99,7 +99,8 @@ class GraphStrategy(ParallelStrategy):
     loaded_epoch: int | None = None
     """Epoch of the checkpoint that was loaded last; None if none was."""
 
-    is_distributed = True  # Lightning requires it of a custom strategy
+    # Lightning requires it of a custom strategy.
+    is_distributed = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Show the settings as the constructor's parameters."""
@@ -264,7 +265,8 @@ class GraphStrategy(ParallelStrategy):
             raise not_honoured(self.strategy_name, key, serves.limits, settings)
         if self.full_batch:
             trainer_checks.check_full_batch(self.strategy_name, trainer)
-        if not is_overridden("configure_model", module):  # it creates layers after the data are prepared
+        if not is_overridden("configure_model", module):
+            # configure_model creates layers only after the data are prepared.
             self.check_module(module)
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -304,6 +306,7 @@ class GraphStrategy(ParallelStrategy):
         """Make dropout masks independent of the partitioning; all ranks use the seed of rank 0."""
         if self.dropout == "torch":
             return
+        # 62 bits: int64 is the only integer type that a tensor sends, and the seed is hashed anyway.
         seed = self.group.broadcast(torch.tensor([torch.initial_seed() & (1 << 62) - 1]))
         self._exact = ExactDropout(module, int(seed), watch_edges=self.watches_edges)
 
@@ -392,6 +395,7 @@ class GraphStrategy(ParallelStrategy):
         if not isinstance(tensor, Tensor) or self.world_size == 1:
             return tensor
         op = (reduce_op if isinstance(reduce_op, str) else getattr(reduce_op, "name", "sum")).lower()
+        # Integers are reduced in float64, because Lightning asks for means.
         value = tensor.clone() if tensor.is_floating_point() else tensor.to(torch.float64)
         return self.group.all_reduce(value, op)
 
@@ -425,7 +429,9 @@ class GraphStrategy(ParallelStrategy):
         dataloader.draw_negatives(module.num_negatives if isinstance(module, DrawsNegatives) else None)
         trainer, store = self.trainer, dataloader.store
         if trainer is not None and dataloader.split == "train":
-            dataloader.clock = lambda: trainer.current_epoch  # a resumed run continues with the order of its next epoch
+            # A resumed run continues with the order of its next epoch.
+            dataloader.clock = lambda: trainer.current_epoch
+        # One shard at a time: the previous store's may be as large as memory allows.
         if store.path not in self._shards:
             self._shards = {store.path: self.open_shard(store)}
         return self.batches(self._shards[store.path], dataloader)
@@ -512,7 +518,8 @@ class GraphStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------------------ checkpoints
 
-    restore_checkpoint_after_setup = True  # setup converts parameters to their precision
+    # setup converts parameters to their precision.
+    restore_checkpoint_after_setup = True
 
     def shard_state(self) -> dict[str, Any]:
         """Return the state that only this rank holds, for a checkpoint: tensors, numbers and strings."""
@@ -554,7 +561,8 @@ class GraphStrategy(ParallelStrategy):
             if writer is not None:
                 return self._load_other(folder, writer)
         loaded = checkpoints.load(
-            Group(self.global_rank, self.world_size),  # self.group excludes a restarted rank until it rejoins
+            # self.group excludes a restarted rank until it rejoins.
+            Group(self.global_rank, self.world_size),
             Path(checkpoint_path),
             self.lightning_module,
             restore_rng=self.fitting,

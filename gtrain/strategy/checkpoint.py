@@ -190,6 +190,7 @@ def load_other(
     _check_numbering(path, manifest.get("numbering"), numbering)
     for name in manifest["files"]:
         _check_file(path, manifest, name)
+    # Mapped: only the parameters that this module needs are read, not the optimizer state.
     checkpoint = _read(path / TRAINER, mmap=True)
     state, rows = checkpoint["state_dict"], {}
     for name, layer in tables(module):
@@ -411,6 +412,7 @@ def _plain(value: Any, where: str) -> Any:
     """
     match value:
         case Mapping():
+            # Hyper-parameters may be arbitrary objects that no one reads back; they are left out with a warning.
             every = not where.endswith("hyper_parameters")
             return {k: _plain(v, f"{where}.{k}") for k, v in value.items() if every or _is_plain(v, f"{where}.{k}")}
         case list() | tuple():
@@ -598,7 +600,8 @@ def _check_numbering(path: Path, saved: Mapping[str, Any] | None, numbering: Map
         )
         return
     saved_names, names = saved["names"], numbering["names"]
-    if saved["data"] and numbering["data"]:  # stores of earlier versions lack the fact
+    if saved["data"] and numbering["data"]:
+        # Stores of earlier releases lack this entry.
         saved_names, names = {**saved_names, **saved["data"]}, {**names, **json.loads(json.dumps(numbering["data"]))}
     if differences := _differences(saved_names, names):
         raise CheckpointError(

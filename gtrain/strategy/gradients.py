@@ -21,8 +21,11 @@ def sum_gradients(group: Group, parameters: Iterable[Parameter]) -> None:
     if group.size == 1:
         return
     trainable = [p for p in parameters if p.requires_grad]
+    # Sorted, because all ranks must send their messages in the same order and sets have none.
     for dtype in sorted({p.dtype for p in trainable}, key=str):
         bucket = [p for p in trainable if p.dtype == dtype]
+        # The flags travel in front of the gradients: no second message, and the sum counts the ranks that have a
+        # gradient.
         present = torch.tensor([p.grad is not None for p in bucket], dtype=dtype, device=bucket[0].device)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in bucket]
         flat = group.all_reduce(flatten([present, *grads]))

@@ -145,6 +145,7 @@ class Group:
     def send(self, tensor: Tensor, to: int, tag: int) -> Transfer:
         """Post a send of a contiguous tensor, which must not change before :meth:`Transfer.wait` returns."""
         self.counters.sent(tensor.nbytes)
+        # On the CPU this is the same memory; on a GPU it is a copy, which the transfer keeps alive.
         staged = tensor.detach().cpu()
         return Transfer(self, f"wait: send to rank {to}", self.mesh.send(_bytes(staged), to, tag), staged)
 
@@ -168,6 +169,7 @@ class Group:
         host = tensor.detach().cpu().contiguous()
         with self._collective("all-reduce"):
             self._reduce(host.view(-1), _OPS[op])
+        # On the CPU a contiguous tensor was reduced in place.
         if host.data_ptr() != tensor.data_ptr():
             tensor.copy_(host)
         return tensor.div_(self.size) if op in ("mean", "avg") else tensor
@@ -186,9 +188,11 @@ class Group:
         first[: len(header)] = header
         first[len(header) : len(header) + len(content)] = content[:_SMALL]
         rows = self._gather_equal(first)
+        # clone(): the header's bytes may not be aligned for int64.
         shapes = [torch.Size(row[: len(header)].clone().view(torch.int64).tolist()) for row in rows]
         sizes = [shape.numel() * host.element_size() for shape in shapes]
         rows = [row[len(header) :] for row in rows]
+        # All ranks know all sizes, so they agree whether a second message follows.
         if max(sizes) > _SMALL:
             padded = torch.zeros(max(sizes), dtype=torch.uint8)
             padded[: len(content)] = content
@@ -218,6 +222,7 @@ class Group:
         if self.size == 1:
             return value
         content = plain_data.pack(value) if self.rank == source else b""
+        # Only the length matters on other ranks; an empty buffer is refused.
         payload = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)
         length = self._broadcast(torch.tensor([payload.numel()]), source)
         received = payload if self.rank == source else torch.empty(int(length), dtype=torch.uint8)
@@ -273,7 +278,9 @@ class Group:
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Send each other rank its contiguous host tensor, and receive its tensor; this rank's entries are ignored."""
         self._collectives += 1
+        # Each rank starts with its successor, so that not all ranks send to rank 0 first.
         tag, others = _COLLECTIVE + self._collectives, [(self.rank + step) % self.size for step in range(1, self.size)]
+        # Receives first: a large message is sent only after its receiver has posted a buffer.
         works = [self.mesh.receive(_bytes(incoming[rank]), rank, tag) for rank in others]
         works += [self.mesh.send(_bytes(outgoing[rank]), rank, tag) for rank in others]
         for work in works:
@@ -284,11 +291,14 @@ class Group:
         if flat.nbytes <= _SMALL_SUM:
             flat.copy_(functools.reduce(add, self._exchange(flat)))
             return
+        # Reduce-scatter and all-gather: each rank sends and receives 2 (size - 1) / size of the tensor, the least
+        # possible.
         parts = flat.tensor_split(self.size)
         mine = parts[self.rank]
         rows = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
         self._swap(parts, rows)
-        total = functools.reduce(add, rows)  # the other parts are sent and may be overwritten
+        total = functools.reduce(add, rows)
+        # The parts of other ranks were sent above, so that they can receive those ranks' sums.
         self._swap([total] * self.size, parts)
         mine.copy_(total)
 
@@ -301,6 +311,8 @@ class Group:
         with self._collective("broadcast"):
             self._collectives += 1
             tag, view, position = _COLLECTIVE + self._collectives, _bytes(tensor), (self.rank - source) % self.size
+            # Ranks are numbered from the source. In round k the ranks below 2**k have the tensor and send it 2**k
+            # further.
             works, reach = [], 1 << position.bit_length()
             if position:
                 parent = (position - reach // 2 + source) % self.size
@@ -326,7 +338,8 @@ def _bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().view(-1)  # raises if it is not contiguous
     if not flat.numel():
         return memoryview(bytearray())
-    array: Any = flat.view(torch.uint8).numpy()  # a buffer, although its type does not say so
+    # A buffer, although its type does not say so.
+    array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
 
 
@@ -372,10 +385,12 @@ def form_group(
     formation = GroupFormation(environment, f"{_groups_formed}{name}", rank, size, timeout_seconds, first)
     if not again or not isinstance(environment, AgentEnvironment):
         group = Group(rank, size, formation.connect(0, tuple(range(size))), counters)
+    # The others are in the middle of a run: this rank joins when it calls reform().
     elif slots.restarts():
         group = Group(counters=counters, formation=formation, incarnation=_OUTSIDE)
     else:
         group = Group(rank, size, counters=counters, formation=formation, incarnation=_OUTSIDE)
         group.join(*formation.meet(_OUTSIDE))
-    atexit.register(group.close)  # sends what is queued before the process ends
+    # Sends what is queued before the process ends.
+    atexit.register(group.close)
     return group

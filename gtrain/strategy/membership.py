@@ -48,6 +48,7 @@ class GroupFormation:
 
     def announce(self, what: str) -> None:
         """Announce that this rank joins the group after its restart (``back``), or leaves it (``left``)."""
+        # The counter orders events of several ranks; the event itself follows under its number.
         number = self._store.add("events", 1)
         self._store.set(f"event/{number}", json.dumps([what, self.rank]))
 
@@ -71,7 +72,8 @@ class GroupFormation:
                 continue  # there is a later incarnation
             try:
                 return incarnation, members, self.connect(incarnation, members)
-            except PeerLostError:  # a member died meanwhile: it is restarted, or the agent ends the job
+            except PeerLostError:
+                # A member died meanwhile: it is restarted, or the agent ends the job.
                 after = incarnation
 
     def connect(self, incarnation: int, members: tuple[int, ...]) -> Mesh | None:
@@ -82,6 +84,7 @@ class GroupFormation:
         """
         if len(members) == 1:
             return None
+        # In the first formation ranks may still be importing; later all of them are present.
         seconds = min(self._timeout_seconds, CONNECT_SECONDS) if incarnation else self._timeout_seconds
         network = job_network(self._environment)
         listener = listen_here() if network.own_address is None else listen_tcp(network.own_address)

@@ -128,7 +128,8 @@ class _Peer:
         with self.lock:
             if self.lost is not None:
                 work.finish(self.lost)
-            elif tag in self._held_back:  # messages of one tag keep their order
+            elif tag in self._held_back:
+                # Messages of one tag keep their order.
                 self._held_back[tag].append(work)
             elif len(view) <= EAGER_BYTES or self._take_ready(tag):
                 self._post(FrameKind.DATA, tag, work)
@@ -242,10 +243,12 @@ class _Peer:
                 if work is not None:
                     work.finish(self._gone(error))
                 raise error
+            # Eager: at most EAGER_BYTES, so that messages without a buffer cannot fill the memory.
             early = bytearray(size)
             links.receive_into(source, memoryview(early))
             with self.lock:
-                work = _pop(self._expected, tag)  # a buffer may have been posted meanwhile
+                # A buffer may have been posted meanwhile.
+                work = _pop(self._expected, tag)
                 if work is None:
                     self._arrived.setdefault(tag, deque()).append(early)
                 else:
@@ -329,6 +332,7 @@ class _Peer:
                     connection.close()
             return
         self._threads[0].join(max(0.0, deadline - time.monotonic()))
+        # The reading thread waits in recv; only a shutdown of the connection wakes it.
         self.fail(PeerLostError("the group is closed"))
         self._threads[1].join(max(0.1, deadline - time.monotonic()))
 
@@ -397,6 +401,7 @@ class Mesh:
             connection.settimeout(None)
             name, rank = _HELLO.unpack(head)
             with self._accepted:
+                # A rank of an earlier incarnation, or a second connection of the same one.
                 if name != mark or rank not in self._peers or self._peers[rank].source is not None:
                     connection.close()
                     return
@@ -460,6 +465,7 @@ class Mesh:
         if not work.done_within(_PING_SECONDS):
             self._wait_long(work)
         if work.error is not None:
+            # A new exception: several threads may wait, and a traceback belongs to one.
             raise type(work.error)(work.error.message, hint=work.error.hint) from work.error
 
     def _wait_long(self, work: PendingMessage) -> None:
@@ -478,6 +484,7 @@ class Mesh:
                     next_ping = waited + _PING_SECONDS
                 if waited >= next_report:
                     self._report_wait(peer, waited)
+                    # After 10 s, 30 s, and then every 30 s.
                     next_report = 30.0 if waited < 30 else next_report + 30.0
                 # The peer answers and waits for no other rank: it is the end of the chain, so its stacks tell why.
                 if waited >= next_stacks and silent < next_stacks / 2 and peer.waits_for < 0:

@@ -42,6 +42,7 @@ def _plain(value: Any) -> Any:
     """Convert a value to msgpack's types; extension types represent all others."""
     if value is None or type(value) in (bool, float, str, bytes):
         return value
+    # msgpack has integers of 64 bits; larger ones travel as text.
     if type(value) is int:
         return value if -(1 << 63) <= value < 1 << 64 else msgpack.ExtType(_LARGE, str(value).encode())
     match value:
@@ -49,7 +50,8 @@ def _plain(value: Any) -> Any:
             return _plain(value.item())
         case list():
             return [_plain(item) for item in value]
-        case tuple():  # a NamedTuple is restored as a plain tuple
+        case tuple():
+            # A NamedTuple is restored as a plain tuple.
             return msgpack.ExtType(_TUPLE, pack(list(value)))
         case dict() if all(type(key) is str for key in value):
             return {key: _plain(item) for key, item in value.items()}
@@ -83,6 +85,7 @@ def _restore_tensor(content: bytes) -> Tensor:
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} is not a dtype")
+    # bytearray: a tensor over immutable bytes would warn, and fail when it is written to.
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 

@@ -53,7 +53,8 @@ def call_in_interpreter(function: Callable[[], Any], what: str, reason: str) -> 
             message = run_local(_call_measured, function, log_dir=logs)
         except errors.RankFailedError as error:
             raise _killed(what, error.message.partition(";")[0]) from error
-        except errors.GtrainError as error:  # the function's own errors arrive in the message
+        except errors.GtrainError as error:
+            # The function's own errors arrive in the message.
             memory = PeakMemory()
             log.info(
                 "preparing the store in this process, not in %s: a fork is unsafe (%s), and the data module cannot be "
@@ -91,6 +92,7 @@ def call_in_fork(function: Callable[[], Any], what: str) -> dict[str, int]:
     finally:
         if status is None:
             _end(pid)
+    # The pipe closed without a message: the process did not reach its last lines.
     if not content:
         code = os.waitstatus_to_exitcode(status)
         raise _killed(
@@ -130,7 +132,8 @@ def _run_child(function: Callable[[], Any], parent: int, write_end: int) -> NoRe
     message = None
     try:
         die_with_parent(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends this process
+        # Ctrl-C also reaches the parent, which ends this process.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that temporary files are removed
         message = _call_measured(function)
     finally:
@@ -175,7 +178,8 @@ def _error(description: dict[str, Any]) -> BaseException:
     else:
         try:
             error = getattr(builtins, description["type"])(description["text"])
-        except (AttributeError, TypeError):  # a class of another package, or one that takes other arguments
+        except (AttributeError, TypeError):
+            # A class of another package, or one that takes other arguments.
             error = RuntimeError(f"{description['type']}: {description['text']}")
     error.add_note(f"In the process that prepares the store:\n{description['traceback']}")
     return error

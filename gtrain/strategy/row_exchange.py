@@ -37,6 +37,7 @@ class RowExchange:
     def local(self, ids: Tensor) -> Tensor:
         """Return the positions of global ids, of any shape, in the result of :meth:`rows`."""
         own = ids - self._first
+        # remote_ids is sorted and contains all remote ids, so the position is exact; positions of own ids are not used.
         remote = torch.searchsorted(self.remote_ids, ids.contiguous()) + self.num_own
         return torch.where((own >= 0) & (own < self.num_own), own, remote)
 
@@ -99,6 +100,7 @@ def _swap(group: Group, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) 
     for r in range(1, group.size):
         to, source = (group.rank + r) % group.size, (group.rank - r) % group.size
         if outgoing[to].numel():
+            # Both sides know the sizes from request_rows, so neither sends an empty message.
             transfers.append(group.send(outgoing[to].contiguous(), to, tag))
         if incoming[source].numel():
             transfers.append(group.receive(incoming[source], source, tag))

@@ -62,6 +62,7 @@ class LastingState:
     def save(self, value: bytes) -> None:
         """Replace the value."""
         start = self._HEAD.size
+        # Never over the current value: before it if there is room, otherwise behind it.
         begin = start if self._begin >= start + len(value) else self._begin + self._length
         os.pwrite(self._descriptor, value, begin)
         os.pwrite(self._descriptor, self._HEAD.pack(begin, len(value)), 0)

@@ -63,7 +63,8 @@ class Servers:
     @property
     def security(self) -> Security | None:
         """The job's keys; None for a job without a key file."""
-        from gtrain.wire import Security  # a job without servers needs no ZeroMQ
+        # A job without servers needs no ZeroMQ.
+        from gtrain.wire import Security
 
         return Security.load(self._roster.key_file) if self._roster.key_file else None
 
@@ -98,7 +99,8 @@ class Servers:
 
     def client(self, role: str, rank: int) -> Client:
         """Return this worker's client of a server. Its name there is ``rank <r>``; a restarted rank replaces it."""
-        from gtrain.wire import Client  # a job without servers needs no ZeroMQ
+        # A job without servers needs no ZeroMQ.
+        from gtrain.wire import Client
 
         if (role, rank) not in self._clients:
             self._clients[role, rank] = Client(
@@ -126,6 +128,7 @@ class Servers:
         servers = [(role, rank) for role, count in self._roster.counts.items() for rank in range(count)]
         clients = {server: self.client(*server) for server in servers}
         replies = {server: client.submit(FIGURES) for server, client in clients.items() if server not in self._missing}
+        # All requests were sent above, so that the servers reply at the same time.
         for server, reply in replies.items():
             try:
                 self._figures[server] = _wait_for_reply(clients[server], reply, self.name_of(*server)).fields
@@ -217,6 +220,7 @@ class ServerMeter:
         for index, figure in enumerate(figures):
             counts = [worker.get(entry(figure["role"], figure["rank"]), (0, 0)) for worker in traffic]
             spent = {
+                # What the workers received is what the server sent.
                 "bytes_sent": sum(received for _, received in counts),
                 "bytes_received": sum(sent for sent, _ in counts),
                 "cpu_seconds": self._cpu_seconds[index] if self._cpu_seconds else 0.0,

@@ -85,6 +85,7 @@ class SpreadNodes:
         offsets = store.offsets_of(source_type), store.offsets_of(target_type)
         self.first = int(offsets[0][group.rank]), int(offsets[1][group.rank])
         sources, targets = edges.at_sources(), edges.at_targets()
+        # One exchange: a node that is source of one edge and target of another is sent once.
         if source_type == target_type:
             exchange = RowExchange(group, offsets[0], torch.cat([sources, targets]))
             self._exchanges = exchange, exchange

@@ -19,7 +19,8 @@ from torch import Tensor
 from gtrain.errors import DataError
 
 _BYTES = 1 << 22  # of one read or write
-_AHEAD = 1 << 17  # of one read-ahead request: Linux truncates larger ones to the disk's read_ahead_kb (128 by default)
+# Of one read-ahead request: Linux truncates larger ones to the disk's read_ahead_kb (128 by default).
+_AHEAD = 1 << 17
 
 
 class Writing:
@@ -39,6 +40,7 @@ class Writing:
         header = {"descr": torch.empty(0, dtype=dtype).numpy().dtype.str, "fortran_order": False, "shape": shape}
         with _explaining("written", path, self._temporary):
             self._handle = open(self._temporary, "wb")  # noqa: SIM115 - closed by done()
+            # Any program that reads .npy can read the file, even while it is larger than memory.
             np.lib.format.write_array_header_1_0(self._handle, header)
 
     def add(self, rows: Tensor, written: Callable[[int], None] | None = None) -> None:
@@ -59,6 +61,7 @@ class Writing:
         """Flush the file to the disk and rename it."""
         with _explaining("written", self._path, self._temporary):
             self._handle.flush()
+            # The data must be on the disk before the name is: a rename alone survives a crash without them.
             os.fsync(self._handle.fileno())
             _drop_from_page_cache(self._handle.fileno())
             self._handle.close()

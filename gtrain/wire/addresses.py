@@ -32,7 +32,8 @@ def is_local(address: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a host name may resolve to any address
+    except ValueError:
+        # A host name may resolve to any address.
         return False
 
 

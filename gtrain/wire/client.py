@@ -224,7 +224,8 @@ class Client:
             self._open()
             self._wait_for_room(request)
             self._session.submit(request)
-            driver = self._driver_thread  # it may sleep, although sending consumed the signal that would wake it
+            # The driver may sleep, although this send consumed the signal that would have woken it.
+            driver = self._driver_thread
             if driver not in (None, threading.get_ident()) and (
                 self._session.link.has_input() or request.deadline < self._wake_at
             ):
@@ -255,7 +256,8 @@ class Client:
             remaining = request.deadline - time.monotonic()
             if remaining <= 0:
                 raise request.backpressure_error(self.peer)
-            if self._driver_thread == threading.get_ident():  # a callback: no other thread would receive
+            if self._driver_thread == threading.get_ident():
+                # A callback: no other thread would receive.
                 self._lock.release()
                 try:
                     self._drive(lambda: self._session.has_room(request.nbytes) or time.monotonic() >= request.deadline)
@@ -297,7 +299,8 @@ class Client:
                 self._driver_thread = threading.get_ident()
                 try:
                     self._drive(lambda: not self._thread_is_needed())
-                except Exception as err:  # a bug; without this every request would wait for its deadline
+                except Exception as err:
+                    # A bug; without this every request would wait for its deadline.
                     self._abort(err)
                 self._driver_thread = None
         with self._driver, self._lock:
@@ -321,7 +324,8 @@ class Client:
         finally:
             with self._lock:
                 self._waiting -= 1
-                self._session.wake()  # the client's own thread, which may stop receiving
+                # Wakes the client's own thread, which may stop receiving.
+                self._session.wake()
 
     def _abort(self, cause: Exception) -> None:
         """Have all pending requests raise after a failure of the client itself."""

@@ -112,7 +112,8 @@ class ClientSession:
         Raises:
             RefusedError: the server has refused this client.
         """
-        self._check_connection()  # an idle client does not send a request to a server that is gone
+        # Notice a lost connection now, so that an idle client sends no request to a server that is gone.
+        self._check_connection()
         if self._refusal is not None:
             raise self._refused(self._refusal)
         self.pending.add(request)

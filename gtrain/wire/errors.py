@@ -37,7 +37,8 @@ class DeadlineError(WireError):
         seconds: the deadline that passed.
     """
 
-    echo = True  # the peer may be gone: the launcher then names the peer's failure
+    # This error may only echo the failure of a peer; the launcher then names the peer's.
+    echo = True
 
     def __init__(self, message: str, *, hint: str | None, peer: str, method: str, seconds: float) -> None:
         super().__init__(message, hint=hint)

@@ -129,8 +129,10 @@ def _tensor(spec: TensorSpec, frame: memoryview) -> Tensor:
     if not expected:
         return torch.empty(shape, dtype=dtype)
     flat = torch.frombuffer(frame, dtype=dtype)
-    if flat.data_ptr() % _ITEM_BYTES[spec[0]]:  # a small frame may start anywhere in zmq's receive buffer
+    if flat.data_ptr() % _ITEM_BYTES[spec[0]]:
+        # A small frame may start anywhere in zmq's receive buffer.
         flat = flat.clone()
-    if dtype is torch.bool and int(flat.view(torch.uint8).max()) > 1:  # other values are undefined behaviour in C++
+    if dtype is torch.bool and int(flat.view(torch.uint8).max()) > 1:
+        # Other values are undefined behaviour in C++.
         raise FrameError("a bool tensor has bytes other than 0 and 1", hint=SAME_VERSION)
     return flat if len(shape) == 1 else flat.view(shape)

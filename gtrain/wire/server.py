@@ -294,7 +294,8 @@ class Server:
         """Execute parked requests as long as the session has room for replies."""
         while session.parked and not session.full:
             header, message, nbytes = session.unpark()
-            if session.status(header.sequence) == RequestStatus.NEW:  # else its deadline has passed at the client
+            if session.status(header.sequence) == RequestStatus.NEW:
+                # Else its deadline has passed at the client.
                 self._execute(session, header, message, nbytes)
 
     def _execute(self, session: ServerSession, header: Header, message: Message, nbytes: int) -> None:

@@ -266,5 +266,6 @@ def _read_directory(directory: str) -> list[dict[str, Any]] | None:
 def _add_entry(directory: str, entry: dict[str, Any]) -> None:
     descriptor = _AnonymousFile(*json.loads(directory)).open(os.O_WRONLY | os.O_APPEND)
     if descriptor is not None:
-        os.write(descriptor, (json.dumps(entry) + "\n").encode())  # one write: lines of two processes do not mix
+        # One write: lines of two processes do not mix.
+        os.write(descriptor, (json.dumps(entry) + "\n").encode())
         os.close(descriptor)

@@ -96,7 +96,8 @@ def _beta(partitions: int, capacity: int) -> list[Bucket]:
     while rest:
         stay, rest = rest[: capacity - 1], rest[capacity - 1 :]
         ordered |= dict.fromkeys(product(stay, stay))
-        for other in reversed(rest):  # the one that came last is still in memory
+        # Reversed: the partition that was loaded last is still in memory.
+        for other in reversed(rest):
             members = [*stay, other]
             ordered |= dict.fromkeys(product(members, members))
         rest.reverse()

@@ -113,7 +113,8 @@ class PlannedBuckets:
                 if self._leads and scheduled.before:
                     self._tables.begin_swaps(scheduled.before).result()
             self._tables.buffer.slot_of = dict(scheduled.after)
-            self._group.barrier()  # the bucket's partitions must be in memory before any worker goes on
+            # The bucket's partitions must be in memory before any worker goes on.
+            self._group.barrier()
             if self._leads:
                 tables = self._tables
                 self._pending = [tables.begin_swaps(scheduled.during), tables.begin_reading_ahead(scheduled.soon)]

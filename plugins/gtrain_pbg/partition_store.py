@@ -245,12 +245,14 @@ class PendingWrite:
         """Copy the tensor into the page cache; called by the disk thread."""
         try:
             self._writing.add(self._tensor, self._advance)
-        except BaseException as error:  # also raised by whoever waits for this memory
+        except BaseException as error:
+            # Also raised by whoever waits for this memory.
             with self._change:
                 self._failed = error
                 self._change.notify_all()
             raise
-        self._advance(sys.maxsize)  # memory behind the tensor may be reused, too
+        # Memory behind the tensor may be reused, too.
+        self._advance(sys.maxsize)
 
     def flush(self) -> None:
         """Wait until the file is on the disk."""

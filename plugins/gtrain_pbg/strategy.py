@@ -247,7 +247,8 @@ class PBGStrategy(GraphStrategy):
         for parameter in recipe.parameters.values():
             parameter.data = parameter.data.clone()
         for layer, table in zip(recipe.tables.values(), self._installed.tables.tables, strict=True):
-            whole = table.partitions.count == 1  # in the order of the source data: the module takes it as it is
+            # In the order of the source data: the module takes it as it is.
+            whole = table.partitions.count == 1
             layer.move_back(table.read(0) if whole else layer.weight.new_empty(0, layer.table.dim))
         self._worker = None
 

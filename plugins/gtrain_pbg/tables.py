@@ -327,7 +327,8 @@ class PartitionedTableStorage(RemoteTableStorage):
         return self.rows.blocks()
 
     def state(self) -> dict[str, Any]:
-        return {}  # partitions are files of the checkpoint
+        # Partitions are files of the checkpoint.
+        return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
         assert not state

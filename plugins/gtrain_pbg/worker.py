@@ -169,14 +169,16 @@ class BucketWorker:
         """Train on a bucket, step by step; the last step leaves it."""
         self._training.score_before(held, scheduled)
         if self._held_out:
-            self._machine.barrier()  # other workers would train rows that are ranked here
+            # Other workers would train rows that are ranked here.
+            self._machine.barrier()
         edges, trained = 0, (0.0, 0.0)
         for number, batches in enumerate(steps, 1):
             trained = self._training.train(batches, scheduled)
             edges += sum(map(len, batches))
             if number < len(steps):
                 yield trained
-        edges = int(self._machine.all_reduce(torch.tensor(edges)))  # returns when all workers of the machine are done
+        # Returns when all workers of the machine are done.
+        edges = int(self._machine.all_reduce(torch.tensor(edges)))
         self._source.trained(scheduled, edges)
         self._training.score_after(held, scheduled)
         self._machine.barrier()
@@ -206,7 +208,8 @@ class EpochSteps:
 
     def __iter__(self) -> Iterator[StepPlaceholder]:
         self._worker.prepare(self._batches)
-        yield StepPlaceholder()  # Lightning fetches one batch before a resumed run knows its epoch
+        # Lightning fetches one batch before a resumed run knows its epoch.
+        yield StepPlaceholder()
         total, number = self._worker.begin(), 1
         while not self._worker.over and (total is None or number < total):
             number += 1

@@ -81,7 +81,8 @@ def pipelined(
     try:
         yield from prefetched(assembled(), 1, "gtrain-make", joined=False) if overlap else assembled()
     finally:
-        for pool in (samplers, fetcher):  # a thread may still wait for a peer's reply; the request's deadline ends it
+        # A thread may still wait for a peer's reply; the request's deadline ends it.
+        for pool in (samplers, fetcher):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -193,7 +194,8 @@ class SampledBatches:
         ids: dict[NodeOrEdgeType, Array] = dict(subgraph.node.items())
         ids.update(subgraph.edge.items())
         pending = prefetcher.prefetch(ids)
-        subgraph.edge.clear()  # the edge positions are not needed again: their memory serves another batch
+        # The edge positions are not needed again: their memory serves another batch.
+        subgraph.edge.clear()
         return pending
 
     def _assemble(self, step: Step, subgraph: Subgraph, pending: PendingBatch) -> Data | HeteroData:

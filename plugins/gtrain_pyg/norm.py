@@ -288,7 +288,8 @@ class SampledGcnNorm:
 
     def _forget(self, key: Key, reference: Any) -> None:
         edges = self._edges.get(key)
-        if edges is not None and edges.edge_index is reference:  # the memory may have new edges by now
+        if edges is not None and edges.edge_index is reference:
+            # The memory may have new edges by now.
             del self._edges[key]
 
     # -------------------------------------------------------------------------------------------- the replacement
@@ -315,7 +316,8 @@ class SampledGcnNorm:
         arguments = (edge_index.size(1), edge_weight is None, num_nodes, improved, add_self_loops, dtype)
         if arguments not in edges.results:
             with torch.no_grad():
-                fill = 2.0 if improved and edge_weight is not None else 1.0  # PyG fills in 1 if no edge has a weight
+                # PyG fills in 1 if no edge has a weight.
+                fill = 2.0 if improved and edge_weight is not None else 1.0
                 edges.results[arguments] = _normalise(
                     edges, edge_index, edge_weight, num_nodes, fill, add_self_loops, dtype
                 )
@@ -364,7 +366,8 @@ def _took_all(nodes: Any, edge_type: EdgeType, options: SamplingOptions, count: 
     """Return which nodes were expanded with a fan-out of -1, bool ``[n]``; nodes are in the order of the hops."""
     per_hop = torch.tensor(list(nodes.num_sampled_nodes))
     takes_all = [number == -1 for number in options.fan_out([edge_type])[edge_type]]
-    takes_all += [True] * (len(per_hop) - len(takes_all))  # nodes of the last hop are not expanded
+    # Nodes of the last hop are not expanded.
+    takes_all += [True] * (len(per_hop) - len(takes_all))
     return torch.tensor(takes_all[: len(per_hop)]).repeat_interleave(per_hop, output_size=count)
 
 

@@ -241,7 +241,8 @@ class Replay:
         for i, gradient in gradients.items():
             if i not in sent:
                 self._totals[i].add_(gradient)
-        if sent:  # every rank sends, if only zeros: its peers expect a message
+        if sent:
+            # Every rank sends, if only zeros: its peers expect a message.
             blocks = [gradients[i] if i in gradients else torch.zeros_like(tensors[i]) for i in sent]
             self._pending = r, push([(exchange, block) for block in blocks], r, tag)
 

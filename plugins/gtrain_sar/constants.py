@@ -57,7 +57,8 @@ class Constants:
             if unchanged and len(others) == len(key) - 1 and all(a is b for a, b in zip(others, key[1:], strict=True)):
                 return result
         result = compute()
-        if not result.is_inference():  # autograd cannot use inference tensors later
+        if not result.is_inference():
+            # Autograd cannot use inference tensors later.
             self._results[tensors[0]].append((key[1:], settings, result, _version(result)))
         return result
 

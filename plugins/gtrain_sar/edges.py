@@ -134,7 +134,8 @@ class EdgeBlocks:
 
     def inverse_degree(self, dtype: torch.dtype) -> Tensor:
         """Return 1 over the in-degree, or 1 where that is 0, ``[num_targets]``."""
-        with torch.inference_mode(False):  # autograd cannot use inference tensors later
+        # Autograd cannot use inference tensors later.
+        with torch.inference_mode(False):
             return self.derived(dtype, lambda: 1 / self.in_degree.clamp(min=1).to(dtype))
 
     @cached_property

@@ -140,7 +140,8 @@ class _TransformThenSum(torch.autograd.Function):
         if packed.needed:
             packed.add_local_gradients([gradient])
             dleft, dsent = torch.zeros_like(left), packed.gradient(0)
-            if ctx.needs_input_grad[3]:  # of equal width, it overwrites the gradient that it is computed from
+            if ctx.needs_input_grad[3]:
+                # Of equal width, it overwrites the gradient that it is computed from.
                 dx = dsent if left.size(0) == left.size(1) else torch.empty_like(x)
             first = 0
             for until in packed.receive_by_rows():

@@ -343,7 +343,8 @@ def stream(
     for r in range(1, rounds):
         fetches.post(r)
         fetched = dict(zip(live, fetches.take(), strict=True))
-        fetches.post(r + ahead)  # after the sent buffers of round r are freed
+        # After the sent buffers of round r are freed.
+        fetches.post(r + ahead)
         for i, block in fetched.items():
             if (cache := caches[i]) is not None:
                 cache[r] = block

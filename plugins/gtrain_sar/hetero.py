@@ -304,9 +304,11 @@ class TypedLayer:
         while True:
             try:
                 return self._run(calls, state)
-            except MultipleHopsError as error:  # in the first pass only, and on all ranks
+            except MultipleHopsError as error:
+                # In the first pass only, and on all ranks.
                 self._separate.add(error.conv)
-                torch.set_rng_state(state)  # discards the random numbers of the failed attempt
+                # Discards the random numbers of the failed attempt.
+                torch.set_rng_state(state)
 
     def _run(self, calls: Sequence[LayerCall], state: Tensor) -> list[Any]:
         packed = [call for call in calls if call.conv not in self._separate]
@@ -531,7 +533,8 @@ class _Rematerialised(torch.autograd.Function):
         run, count, needed = ctx.run, ctx.count, ctx.needs_input_grad[2:]
         inputs = list(ctx.saved_tensors)
         with torch.enable_grad(), replayed_random(ctx.random):
-            for i in range(count + len(run.others)):  # the parameters behind them are leaves already
+            # The parameters behind them are leaves already.
+            for i in range(count + len(run.others)):
                 inputs[i] = inputs[i].detach().requires_grad_(needed[i])
             whole = halo_rows([(exchange, x) for (exchange, _), x in zip(run.rows, inputs, strict=False)])
             flat = run.compute_flat(whole, inputs[count : count + len(run.others)])

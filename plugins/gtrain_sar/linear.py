@@ -203,7 +203,8 @@ class PackedSums:
             produce = incremental(partial(self._add_transposed, r, gradients, blocks))
             if window and self._pending:
                 produce(max(map(len, blocks.values())))  # while earlier rounds are in flight
-                self.receive(window - 1)  # before the next buffers are allocated
+                # Before the next buffers are allocated.
+                self.receive(window - 1)
             self._pending.append(push([(rows[i][0], blocks[i]) for i in self.needed], r, tag, produce))
             if window == 0:
                 self.receive()

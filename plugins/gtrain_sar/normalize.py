@@ -37,7 +37,8 @@ def sharded_gcn_norm(
         The edges [2, E'] with self-loops, and their weights [E'].
     """
     num_local = exchange.shard.num_local
-    if add_self_loops:  # a self-loop has equal local ids at both ends; those of a halo source and its target differ
+    if add_self_loops:
+        # A self-loop has equal local ids at both ends; those of a halo source and its target differ.
         fill = 2.0 if improved else 1.0
         edge_index, edge_weight = add_remaining_self_loops(edge_index, edge_weight, fill, num_local)
     if edge_weight is None:
@@ -73,7 +74,8 @@ def _global_moments(group: Group, x: Tensor) -> tuple[float, Tensor, Tensor]:
     mean, m2 = torch.zeros_like(mean), torch.zeros_like(mean)
     for part in group.all_gather(packed):
         other = float(part[0])
-        if other == 0:  # a rank without rows, of a node type with fewer nodes than ranks
+        if other == 0:
+            # A rank without rows, of a node type with fewer nodes than ranks.
             continue
         delta = part[1 : 1 + channels] - mean
         total = count + other

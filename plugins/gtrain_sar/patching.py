@@ -227,7 +227,8 @@ class Patcher:
             self.patches.add(conv, "forward", fused)
 
     def _patch_dgl_graph(self, layer: DglGraph) -> None:
-        from gtrain_sar.dgl.graph import DglShards  # loads DGL, which the model has loaded already
+        # Loads DGL, which the model has loaded already.
+        from gtrain_sar.dgl.graph import DglShards
 
         shards = DglShards(self._edges, self.schedule)
         self.patches.undo_with(shards.close)
@@ -306,7 +307,8 @@ class PatchedFunctions:
             return original(*args, **kwargs)
         if name == "gcn_norm":
             bound = _GCN_NORM.bind(self._exchange(), *args, **kwargs)
-            bound.apply_defaults()  # convolutions pass the same arguments by position or by name
+            # Convolutions pass the same arguments by position or by name.
+            bound.apply_defaults()
             args, kwargs = bound.args, {}
         elif name not in self._memoized:
             self._memoized[name] = _Memoized(original, self._constants)
@@ -332,7 +334,8 @@ class _Memoized:
             if len(cached_key) == len(key) and all(map(_same, cached_key, key)):
                 return result
         result = self._original(*args, **kwargs)
-        if not torch.is_inference_mode_enabled():  # autograd cannot use inference tensors later
+        if not torch.is_inference_mode_enabled():
+            # Autograd cannot use inference tensors later.
             self._results.setdefault(tensors[0], []).append((key, result))
             self._constants.add(value for value in result if isinstance(value, Tensor))
         return result

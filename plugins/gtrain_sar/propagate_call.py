@@ -195,7 +195,8 @@ class PropagateCall:
         if not len(block):
             return self.depending_on_sources(self.no_messages, tensors)
         rows = None
-        if self.position is not None:  # dropout masks are computed for these edges
+        if self.position is not None:
+            # Dropout masks are computed for these edges.
             rows = DropoutRows("edge", len(block), lambda: self.blocks.hashed[r].ids)
         with resumed_at(self.position, rows):
             return self.message_of(block, tensors)

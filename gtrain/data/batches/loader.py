@@ -386,6 +386,7 @@ def prefetched(batches: Iterator[Item], count: int, thread_name: str, *, joined:
         while (batch := ahead.popleft().result()) is not None:
             ahead.append(thread.submit(next, batches, None))
             yield batch
-            del batch  # so that its memory serves a later batch
+            # Release it now, so that its memory serves a later batch.
+            del batch
     finally:
         thread.shutdown(joined, cancel_futures=True)

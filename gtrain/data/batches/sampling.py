@@ -20,7 +20,8 @@ from gtrain.graph.sampling.options import (
 from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import EDGE_TYPE, NODE_TYPE, EdgeType
 
-_TIMES = ("time", "edge_time")  # of nodes, of edges; the store keeps each node's in-edges in the order of edge_time
+# Of nodes, of edges; the store keeps each node's in-edges in the order of edge_time.
+_TIMES = ("time", "edge_time")
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ def _blocks(path: Path, raw: IO[bytes], stream: IO[bytes] | gzip.GzipFile, block
         text = rest + data
         end = text.rfind(b"\n") + 1
         if not end:
-            end = text.rfind(b"\r", 0, len(text) - 1) + 1  # a CR at the end of the data may be the first half of CR LF
+            # Not the last byte: a CR there may be the first half of a CR LF.
+            end = text.rfind(b"\r", 0, len(text) - 1) + 1
         if not end and len(text) > LONGEST_LINE:
             raise DataError(
                 f"{path}, line {line}: the line has more than {LONGEST_LINE} bytes",

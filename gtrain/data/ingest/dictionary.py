@@ -243,12 +243,14 @@ class Dictionary:
         while self._size + names > FULL * slots:
             slots *= 2
         if slots > self._table.size // 2:
-            self._table = np.zeros(0, dtype=np.uint64)  # free the old table first: the new one is filled from the names
+            # Free the old table first: the new one is filled from the names.
+            self._table = np.zeros(0, dtype=np.uint64)
             self._table = np.zeros(2 * slots, dtype=np.uint64)
             self._fill()
 
     def _fill(self) -> None:
-        stride = min(STRIDE, 2**30 // self._longest)  # offsets within a stride must fit int32
+        # Offsets within a stride must fit int32.
+        stride = min(STRIDE, 2**30 // self._longest)
         for first in range(0, self._size, stride):
             offsets = self._offsets[first : min(first + stride, self._size) + 1]
             base, hashes = int(offsets[0]), np.empty(offsets.size - 1, dtype=np.uint64)

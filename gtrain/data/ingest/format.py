@@ -203,7 +203,8 @@ def text_layout(path: Path, options: EdgeFormat, id_types: IdTypes | None) -> Te
     if id_types is None:
         row = second if header and len(second) == len(fields) else fields
         is_integer = {role: bool(_NUMBER.fullmatch(row[position])) for role, position in roles.items()}
-        if "relation" in roles:  # a relation, unlike a node id, may not be written as 1.0
+        if "relation" in roles:
+            # A relation, unlike a node id, may not be written as 1.0.
             is_integer["relation"] = to_integer(row[roles["relation"]]) is not None
         id_types = IdTypes.detect(options.ids, is_integer)
     id_types = replace(id_types, weight="weight" in roles)

@@ -29,7 +29,8 @@ def is_parquet(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
-        return False  # the text reader reports why the file cannot be read
+        # The text reader reports why the file cannot be read.
+        return False
 
 
 class ParquetReader:

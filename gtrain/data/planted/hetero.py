@@ -73,7 +73,8 @@ class HeteroModel(PlantedHeteroParameters):
             for node_type in ("paper", RELATIONS[relation])
         ]
         room = room_between(*sizes)
-        if relation == "cites":  # an unordered pair of different papers is cited once
+        if relation == "cites":
+            # Two different papers: an unordered pair is cited once.
             room = (room[0] - self.num_papers) // 2, room[1] // 2
         for wanted, pairs, where in zip(self.pairs(relation), room, ("within", "between"), strict=True):
             if wanted > pairs // 2:

@@ -234,10 +234,12 @@ def _query_scores(query: Ints, size: Ints, allowed: NDArray[np.bool_], candidate
     _, group = np.unique(query, return_inverse=True)
     true = np.bincount(group)[group[:num_test]]
     true_allowed = np.bincount(group, weights=allowed).astype(np.int64)[group[:num_test]]
-    unknown = size[:num_test] - true_allowed  # allowed answers that are not triples of the graph
+    # Allowed answers that are not triples of the graph.
+    unknown = size[:num_test] - true_allowed
     remaining = candidates[:num_test] - (true - 1)
     inside = allowed[:num_test]
-    first = np.where(inside, 0, unknown)  # the rank is uniform on first + 1 .. last
+    # The rank is uniform on first + 1 .. last.
+    first = np.where(inside, 0, unknown)
     last = np.where(inside, unknown + 1, remaining)
     harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, int(candidates.max()) + 1))])
     rows = [harmonic[last] - harmonic[first]]

@@ -29,7 +29,8 @@ def draw_pairs(classes: Ints, weights: Floats, inside: int, between: int, rng: n
     """
     sampler, keys = ClassSampler(classes, weights), []
     for count, same in ((inside, True), (between, False)):
-        if 4 * count > _num_pairs(classes, same):  # rejection would take too many rounds
+        if 4 * count > _num_pairs(classes, same):
+            # Dense: rejection of duplicates would take too many rounds.
             keys.append(_pick_from_all(count, same, classes, weights, rng))
         else:
             keys.append(_distinct(count, partial(_undirected, sampler, same, rng), rng))

@@ -83,7 +83,8 @@ def generate(model: SparseModel, seed: int) -> tuple[Data, Floats]:
 def best_scores(probability: Floats) -> dict[str, float]:
     """Return ``best_acc``, ``best_auc`` and ``best_log_loss`` (nats) of rows with these probabilities of label 1."""
     other = 1 - probability
-    clipped = np.clip(probability, 1e-15, 1 - 1e-15)  # where p is 0 or 1 in floating point, the entropy is 0
+    # Avoids log(0): where p rounds to 0 or 1, the entropy is 0.
+    clipped = np.clip(probability, 1e-15, 1 - 1e-15)
     entropy = -(probability * np.log(clipped) + other * np.log1p(-clipped))
     return {
         "best_acc": float(np.maximum(probability, other).mean()),
@@ -100,7 +101,8 @@ def draw_features(model: SparseModel, rng: np.random.Generator) -> Ints:
 
     def draw(shape: int | tuple[int, int]) -> Ints:
         rank = np.searchsorted(total, rng.random(shape) * total[-1], side="right")
-        return ids[np.minimum(rank, model.num_features - 1)]  # rounding may move a draw past the end
+        # Rounding may move a draw past the end.
+        return ids[np.minimum(rank, model.num_features - 1)]
 
     rows = np.sort(draw((model.num_rows, model.features_per_row)), axis=1)
     unfinished, rounds = np.arange(model.num_rows), 0

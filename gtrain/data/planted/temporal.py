@@ -79,7 +79,8 @@ def generate(model: TemporalModel, seed: int) -> tuple[Data, Ints]:
     times = np.sort(rng.integers(0, model.time_span, model.num_events))
     activity = np.cumsum(power_law(model.num_nodes, model.degree_exponent, rng))
     sources = np.searchsorted(activity, rng.random(model.num_events) * activity[-1], side="right")
-    sources = np.minimum(sources, model.num_nodes - 1)  # rounding may carry a draw over the end
+    # Rounding may carry a draw over the end.
+    sources = np.minimum(sources, model.num_nodes - 1)
     targets = np.empty(model.num_events, dtype=np.int64)
     period = times * PERIODS // model.time_span
     bounds = np.searchsorted(period, np.arange(PERIODS + 1))

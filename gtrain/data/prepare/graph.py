@@ -181,7 +181,8 @@ def _prepare_nodes(graph: Data | HeteroData, options: Preparation) -> dict[str, 
     if labelled is not None:
         check_distinct(labelled.y, options.unlabelled, options.origin)
     for store in graph.node_stores:
-        if store is not labelled:  # masks are only for the labelled nodes of a node task
+        if store is not labelled:
+            # Masks are only for the labelled nodes of a node task.
             for name in MASKS:
                 store.pop(name, None)
         if options.normalize_features and isinstance(store.get("x"), Tensor):
@@ -231,7 +232,8 @@ def group(
 def _edges_and_mask(graph: Data | EdgeArrays) -> tuple[Tensor | tuple[Array, Array], int, Tensor | None]:
     if isinstance(graph, EdgeArrays):
         mask = graph.node_tensors.get("train_mask")
-        edges = (graph.source, graph.target)  # not copied: they may be larger than memory
+        # Not copied: they may be larger than memory.
+        edges = (graph.source, graph.target)
         return edges, graph.num_nodes, None if mask is None else torch.as_tensor(mask)
     return graph.edge_index, int(graph.num_nodes or 0), graph.train_mask if "train_mask" in graph else None
 

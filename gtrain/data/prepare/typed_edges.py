@@ -83,7 +83,8 @@ class TypedEdges:
         for side, name in enumerate(SIDES):
             for ids, kind in self._blocks(edges.columns[name], side):
                 present[kind, ids] = True
-        if edges.names is None:  # integers stay what they are, up to the largest of the type
+        if edges.names is None:
+            # Ids are the integers themselves, up to the largest of the type.
             for row in present:
                 row[: int(np.flatnonzero(row)[-1]) + 1 if row.any() else 0] = True
         return [np.where(row, np.cumsum(row) - 1, -1) for row in present]

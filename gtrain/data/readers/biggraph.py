@@ -368,7 +368,8 @@ def read_bucket(
     with _opened(bucket.path) as file:
         columns: dict[str, NDArray[Any]] = {name: np.empty(count, np.int64) for name in ("lhs", "rel", "rhs")}
         columns |= {"weight": np.empty(count, np.float32)} if bucket.weighted else {}
-        if count:  # h5py refuses to read nothing (its issue 870)
+        if count:
+            # h5py refuses to read nothing (its issue 870).
             for name, column in columns.items():
                 file[name].read_direct(column, np.s_[rows])
         bags = {side: bags for side in ("lhs", "rhs") if (bags := EdgeBags.read(file, side, rows)) is not None}

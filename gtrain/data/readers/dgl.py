@@ -184,7 +184,8 @@ IN_COO, IN_CSR, IN_CSC = 1, 2, 4
 """Bits of the formats in which a graph is saved."""
 
 _DTYPES = {(code, 8 * size): f"<{kind}{size}" for code, kind in enumerate("iuf") for size in (1, 2, 4, 8)}
-del _DTYPES[2, 8]  # 8-bit floating-point numbers do not exist here
+# DLPack's code and width would also give an 8-bit floating-point type, which numpy lacks.
+del _DTYPES[2, 8]
 
 _FILE_HINT = "copy the file again, or partition the graph again with DGL 0.5 or later"
 
@@ -219,7 +220,8 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def _named_arrays(path: Path) -> list[tuple[str, NDArray[Any]]]:
     stream = _Stream(path)
     stream.expect(TENSORS, "a file of tensors")
-    stream.number()  # the number of tensors, which the list repeats
+    # The number of tensors, which the list repeats.
+    stream.number()
     return stream.list_of(_Stream.named_array)
 
 
@@ -340,7 +342,8 @@ def _read_unit(stream: _Stream) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return sources and targets of one edge type from the first of the formats in which it is saved."""
     stream.expect(UNIT, "an edge type")
     saved = stream.number("<q") & 0xFFFFFFFF
-    stream.number("<q")  # the formats that DGL may convert it to
+    # The formats that DGL may convert it to.
+    stream.number("<q")
     formats = []
     if saved & IN_COO:
         _skip_metagraph(stream)

@@ -188,7 +188,8 @@ def read_array(key: str, path: Path) -> Tensor:
     else:
         try:
             array = torch.from_numpy(np.load(path))
-        except Exception as err:  # a garbled file can raise anything in numpy's reader
+        except Exception as err:
+            # A garbled file can raise anything in numpy's reader.
             message = f"{key}={path} cannot be read as an array of numbers: {numpy_reason(err)}"
             raise DataError(message, hint=advice) from err
     if not isinstance(array, Tensor):
@@ -221,7 +222,8 @@ def load_tensors(path: Path, hint: str, *, mapped: bool = False) -> Any:
             return torch.load(path, weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
     except OSError as err:
         raise DataError(f"{path} cannot be read: {err.strerror or err}", hint=hint) from err
-    except Exception as err:  # a garbled file can raise anything in the unpickler
+    except Exception as err:
+        # A garbled file can raise anything in the unpickler.
         if (content := foreign_content(path, err)) is not None:
             raise DataError(
                 f"{path} holds Python objects other than tensors and plain containers, which are never unpickled, "

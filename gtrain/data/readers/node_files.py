@@ -73,7 +73,8 @@ class NodeFiles:
         """
         x, y = self._features(names), self._labels(names)
         self._count(x, y, {"data.path": len(names)})
-        assert not isinstance(y, NumberTable)  # text labels of named nodes are looked up by name
+        # Text labels of named nodes are looked up by name.
+        assert not isinstance(y, NumberTable)
         return x, y
 
     def _features(self, names: pa.LargeStringArray | None = None) -> Tensor | None:

@@ -40,11 +40,13 @@ def hash_strings(strings: Any, salt: str) -> NDArray[np.uint64]:
     """
     strings = pc.cast(strings, pa.large_binary())
     lengths = pc.binary_length(strings).to_numpy(zero_copy_only=False).astype(np.int64)
-    order = np.argsort(-lengths, kind="stable")  # longest first: the strings with a byte at a position are a prefix
+    # Longest first: the strings that have a byte at a given position are then a prefix of the order.
+    order = np.argsort(-lengths, kind="stable")
     starts = np.frombuffer(strings.buffers()[1], np.int64, len(strings), 8 * strings.offset)[order]
     text = np.frombuffer(strings.buffers()[2] or b"\0", np.uint8)
     state = np.full(len(strings), _fnv1a(salt.encode() + b"\0"), np.uint64)
-    counts = len(strings) - np.cumsum(np.bincount(lengths, minlength=1))  # number of strings longer than each length
+    # Number of strings longer than each length.
+    counts = len(strings) - np.cumsum(np.bincount(lengths, minlength=1))
     for position, count in enumerate(counts):
         state[:count] = (state[:count] ^ text[starts[:count] + position]) * np.uint64(_PRIME)
     hashes = np.empty_like(state)
@@ -146,7 +148,8 @@ def list_entries(table: Any, ids: str, values: str | None, source: BatchSource) 
     if flat.null_count:
         raise source.wrong_type(ids, "lists with nulls", "lists of whole numbers")
     written = flat.to_numpy(zero_copy_only=False)
-    columns = written.astype(np.int64)  # unsigned ids of 2^63 and more become negative
+    # Unsigned ids of 2**63 and more become negative, which the next check refuses.
+    columns = written.astype(np.int64)
     if (position := first_true(columns < 0)) is not None:
         value, row = written[position], source.first_row + rows[position]
         raise DataError(

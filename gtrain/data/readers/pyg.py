@@ -172,7 +172,8 @@ def probe(cls: type[Dataset], root: Path, options: dict[str, Any], *, skip: Path
         MissingFiles: names the missing files.
     """
     if cls.download is Dataset.download:
-        return []  # generated or built in: the class reads no files
+        # Generated or built in: the class reads no files.
+        return []
     with tempfile.TemporaryDirectory(prefix="gtrain-") as scratch:
         mirror(root, Path(scratch), skip=skip)
         try:
@@ -217,7 +218,8 @@ def construct(cls: type[Dataset], root: str | Path, options: dict[str, Any]) -> 
             f"{cls.__name__} needs the package {package!r}, which is not installed",
             hint=_INSTALL.get(package, f"pip install {package}"),
         ) from err
-    except (AssertionError, TypeError) as err:  # PyG's classes refuse values of options with these
+    except (AssertionError, TypeError) as err:
+        # PyG's classes refuse values of options with these.
         raise ConfigError(
             f"{cls.__name__} does not accept data.options={options}: {err}",
             hint="correct data.options, such as data.options={name: Cora}; the documentation of "

@@ -105,7 +105,8 @@ def parse_triples(where: str, text: bytes) -> Triples:
     Raises:
         DataError: names the file and the malformed line.
     """
-    text = text.removeprefix(b"\xef\xbb\xbf")  # spreadsheets write a byte order mark
+    # Spreadsheets write a byte order mark.
+    text = text.removeprefix(b"\xef\xbb\xbf")
     if b"\r" in text:  # count lines like Arrow's reader
         text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     if not text.strip():

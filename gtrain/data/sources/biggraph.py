@@ -275,7 +275,8 @@ class BigGraphData(PrepartitionedData[BigGraphConfig]):
                 hint="give one entry, with the entity types of all relations",
             )
         first_ids: dict[str, int] = {}
-        if self._is_joint(counts) and not self._bags:  # the sizes of featurized types are unknown until then
+        if self._is_joint(counts) and not self._bags:
+            # Only without featurized types, whose sizes are not known yet.
             totals = [int(sizes.sum()) for sizes in counts.values()]
             first_ids = dict(zip(counts, np.cumsum([0, *totals]).tolist(), strict=False))
         return EdgeReader(counts, relations, num_relations, self._bags, first_ids, self.check_negative)

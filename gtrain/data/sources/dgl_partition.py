@@ -47,7 +47,8 @@ class DGLPartitionData(PrepartitionedData[DGLPartitionConfig]):
         super().__init__(settings, **keywords)
         given = self.settings
         self._check_partitioner()
-        self._renamed = {  # new names of the tensors of nodes and of edges
+        # New names of the tensors of nodes and of edges.
+        self._renamed = {
             "node_feats": _new_names({given.features: "x", given.labels: "y"}),
             "edge_feats": _new_names({given.features: "edge_attr", given.edge_weights: "edge_weight"}),
         }

@@ -22,7 +22,8 @@ from gtrain.data.schema import DataSchema
 from gtrain.errors import ConfigError
 from gtrain.graph.store.tables import EdgeArrays
 
-if TYPE_CHECKING:  # imports kernels, which only a reading process needs
+if TYPE_CHECKING:
+    # This module imports kernels, which only a process that reads needs.
     from gtrain.data.ingest.edge_list import EdgeList
 
 IN_MEMORY_EDGES = 10_000_000

@@ -215,7 +215,8 @@ def read_ntriples(path: Path, source: str) -> RDFGraph:
 
 
 def _text(path: Path) -> Any:
-    encoding = "utf-8-sig"  # some editors write a byte order mark
+    # Some editors write a byte order mark.
+    encoding = "utf-8-sig"
     return gzip.open(path, "rt", encoding=encoding) if path.suffix == ".gz" else path.open(encoding=encoding)
 
 

@@ -246,7 +246,8 @@ class FolderArrays(Arrays):
             return np.load(path)
         except FileNotFoundError as err:
             raise DataError(f"{path} is missing", hint=_FOLDER_HINT) from err
-        except Exception as err:  # a garbled file can raise anything in numpy's reader
+        except Exception as err:
+            # A garbled file can raise anything in numpy's reader.
             raise DataError(f"{path} cannot be read: {numpy_reason(err)}", hint=_FOLDER_HINT) from err
 
     def where(self, name: str) -> str:
@@ -305,7 +306,8 @@ def load_npz(path: Path) -> dict[str, Any]:
     try:
         with np.load(path) as file:
             return {name: file[name] for name in file.files}
-    except Exception as err:  # a garbled file can raise anything in numpy's reader
+    except Exception as err:
+        # A garbled file can raise anything in numpy's reader.
         raise DataError(f"{path} cannot be read: {numpy_reason(err)}", hint="copy or download the file again") from err
 
 

@@ -171,7 +171,8 @@ _NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _COMMENT = re.compile(rb"#[^\n]*")
 _UNLABELLED = re.compile(rb"\n(?=[^ \n]*:)")
 _BLANKS = bytes.maketrans(b"\t\r", b"  ")
-_BOM = b"\xef\xbb\xbf"  # byte order mark, which some editors write
+# Byte order mark, which some editors write.
+_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ class PyGData(GraphDataModule[S]):
                     return _single_graph(construct(self._class, scratch, self.options), self.name)
             except GtrainError:
                 raise
-            except Exception as err:  # a damaged file can raise anything in its reader
+            except Exception as err:
+                # A damaged file can raise anything in its reader.
                 raise DataError(
                     f"{self.name}: {self._class.__name__} could not read the files under {folder}: "
                     f"{type(err).__name__}: {err}",
@@ -130,7 +131,8 @@ class PyGData(GraphDataModule[S]):
                 return folder, probe(self._class, folder, self.options, skip=self.store)
             except MissingFiles as err:
                 missing = missing or err
-        assert missing is not None  # search_folders has at least the root
+        # search_folders has at least the root.
+        assert missing is not None
         raise missing
 
     def _download(self) -> tuple[Path, list[Path]]:
@@ -144,7 +146,8 @@ class PyGData(GraphDataModule[S]):
                 download(self._class, Path(scratch), self.options)
             except GtrainError:
                 raise
-            except Exception as err:  # the classes' downloads raise different exceptions
+            except Exception as err:
+                # The classes' downloads raise different exceptions.
                 folder = self.search_folders[0]
                 files = ", ".join(str(file.relative_to(folder)) for file in missing)
                 raise DataError(

@@ -140,7 +140,8 @@ def _read_nodes(meta: PartitionMeta, node_type: str, node_parts: dict[str, Tenso
             if value is not None:
                 rows.put(name, ids, value, path)
         if isinstance(times := content.get("time"), Tensor):
-            if times.size(0) == rows.total:  # the Partitioner saves the times of all nodes with each part
+            if times.size(0) == rows.total:
+                # The Partitioner saves the times of all nodes with each part.
                 all_times["time"] = times
             else:
                 rows.put("time", ids, times, path)

@@ -209,7 +209,8 @@ def check_columns(path: Path, time_column: int, features: slice | None) -> None:
 
 
 def _text(path: Path) -> bytes:
-    return decompress(path).removeprefix(b"\xef\xbb\xbf")  # spreadsheets write a byte order mark
+    # Spreadsheets write a byte order mark.
+    return decompress(path).removeprefix(b"\xef\xbb\xbf")
 
 
 def _layout(text: bytes, path: Path) -> tuple[str, int, int]:
@@ -265,7 +266,8 @@ def _columns(width: int, time_column: int, features: slice | None, path: Path) -
 def _parse(text: bytes, separator: str, width: int, columns: list[int], skipped: int, path: Path) -> Any:
     types = {"0": pa.string(), "1": pa.string(), **{str(column): pa.float32() for column in columns[3:]}}
     body = _normalise(text, separator)
-    for time_type in (pa.int64(), pa.float64()):  # integers first: float64 would round large times
+    # Integers first: float64 would round large times.
+    for time_type in (pa.int64(), pa.float64()):
         try:
             return pa.csv.read_csv(
                 io.BytesIO(body),

@@ -167,8 +167,10 @@ def read_assignment(path: str | Path) -> Tensor:
     hint = "write the part of each node as one integer, as text or with numpy.save"
     try:
         values = np.load(path) if path.suffix == ".npy" else _read_integers(path)
-    except Exception as err:  # numpy raises various types for a damaged file
-        reason = str(err).split(". If you trust")[0]  # drop numpy's advice to unpickle the file
+    except Exception as err:
+        # numpy raises various types for a damaged file. Its advice at the end of the message, to unpickle the file, is
+        # dropped.
+        reason = str(err).split(". If you trust")[0]
         raise DataError(
             f"data.partition_path={path}: cannot be read as one integer per node ({reason})", hint=hint
         ) from err

@@ -61,6 +61,7 @@ def metis_partition(
     check_available()
     starts, adjacent = _adjacency(source, target, num_nodes)
     graph, weights = pymetis.CSRAdjacency(starts, adjacent), _weights(target, num_nodes, train_mask)
+    # METIS takes a seed of 32 bits.
     options = pymetis.Options(seed=seed % 2**31)
     results = (
         pymetis.part_graph(num_parts, graph, vweights=weights, recursive=recursive, options=options)
@@ -76,6 +77,7 @@ def _adjacency(
     """Return METIS's input in CSR form: both directions of each edge once, without self-loops."""
     no_loop = np.asarray(source != target)
     source, target = source[no_loop].astype(np.int64), target[no_loop].astype(np.int64)
+    # One int64 key per directed edge: a single sort orders by source and finds duplicates next to each other.
     keys = np.concatenate([source * num_nodes + target, target * num_nodes + source])
     keys.sort()
     if keys.size:
@@ -127,6 +129,7 @@ def group_nodes(
         return None
     groups = np.zeros(parts.size, dtype=np.int32)
     offset = np.empty(parts.size, dtype=np.int64)  # of each node within its part
+    # Only edges within a part matter for the order of its nodes.
     inner = np.flatnonzero(parts[source] == parts[target])
     edges, nodes_by_part = inner[np.argsort(parts[target[inner]], kind="stable")], np.argsort(parts, kind="stable")
     last_edge = np.cumsum(np.bincount(parts[target[inner]], minlength=num_parts))

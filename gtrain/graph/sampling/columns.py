@@ -163,6 +163,7 @@ def readable(array: Any, name: str, dtypes: tuple[str, ...]) -> Array:
     if plain.dtype not in [np.dtype(code) for code in dtypes]:
         dtype = np.dtype(dtypes[-1])
         convertible = "iub" if dtype.kind == "i" else "iubf"
+        # uint64 may exceed int64; an empty list of any dtype has no value to lose.
         if plain.size and (plain.dtype.kind not in convertible or plain.dtype == np.uint64):
             raise DataError(f"{name} is {plain.dtype}.", hint=f"convert it to {dtype}.")
         plain = plain.astype(dtype)

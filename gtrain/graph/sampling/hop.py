@@ -13,6 +13,7 @@ from gtrain.errors import ConfigError, DataError
 from gtrain.graph.sampling import number, pick, reservoir, spans
 from gtrain.graph.sampling.columns import Columns, readable
 from gtrain.graph.sampling.options import checked_counts
+from gtrain.graph.sampling.pick import ChosenEdges, Spans, Streams
 from gtrain.graph.sampling.scratch import EdgeBuffer, SpanBuffer, empty, read_only
 from gtrain.kernels.splitmix import key as hash_of
 from gtrain.kernels.splitmix import mix_one
@@ -185,22 +186,25 @@ def sample_hop(
 
 def choose(columns: Columns, frontier: Frontier, choice: Choice, edges: EdgeBuffer, work: SpanBuffer) -> None:
     """Append the chosen edges: ``position``, ``column`` (targets) and ``row`` (sources). Does not check its input."""
-    begin, available = work.of(frontier.node.size)
+    eligible = Spans(*work.of(frontier.node.size))
     if frontier.limit is None or columns.source_time is not None:
-        spans.spans(columns.indptr, frontier.node, begin, available)
+        spans.spans(columns.indptr, frontier.node, *eligible)
     else:
-        spans.spans_until(columns.indptr, frontier.node, columns.edge_time, frontier.limit, begin, available)
+        spans.spans_until(columns.indptr, frontier.node, columns.edge_time, frontier.limit, *eligible)
     start = edges.size
     if frontier.limit is None or columns.source_time is None:
-        _pick(begin, available, columns.weight, columns.indices, columns, frontier, choice, edges)
+        _pick(eligible, columns.weight, columns.indices, columns, frontier, choice, edges)
     elif choice.rule.temporal == "last" and choice.count >= 0:
-        edges.reserve(spans.capacity(available, choice.count, False))
+        edges.reserve(spans.capacity(eligible.available, choice.count, False))
         times = (columns.source_time, frontier.limit)
-        edges.size += reservoir.pick_latest(begin, available, *times, choice.count, frontier.target, *edges.free[:2])
+        edges.size += reservoir.pick_latest(eligible, *times, choice.count, frontier.target, ChosenEdges(*edges.free))
         number.gather(columns.indices, edges.position[start : edges.size], edges.row[start : edges.size])
     else:
-        for piece in pieces(available):
-            _pick_candidates(begin[piece], available[piece], columns, frontier[piece], choice, edges, work)
+        # Sources in any order of time: the eligible edges are not a range, so list them. In pieces, because a list of
+        # all in-edges of a frontier of hubs could exceed memory.
+        for piece in pieces(eligible.available):
+            some = Spans(*(array[piece] for array in eligible))
+            _pick_candidates(some, columns, frontier[piece], choice, edges, work)
         number.gather(columns.indices, edges.position[start : edges.size], edges.row[start : edges.size])
 
 
@@ -210,14 +214,14 @@ def pieces(available: Array) -> Iterator[slice]:
     start = 0
     while start < available.size:
         limit = (int(total[start - 1]) if start else 0) + _PIECE
+        # At least one node, even if its in-edges exceed the bound.
         stop = max(start + 1, int(np.searchsorted(total, limit, side="right")))
         yield slice(start, stop)
         start = stop
 
 
 def _pick(
-    begin: Array,
-    available: Array,
+    eligible: Spans,
     weight: Array | None,
     indices: Array,
     columns: Columns,
@@ -226,35 +230,30 @@ def _pick(
     edges: EdgeBuffer,
 ) -> None:
     count, again = choice.count, choice.rule.replace
-    edges.reserve(spans.capacity(available, count, again))
+    edges.reserve(spans.capacity(eligible.available, count, again))
     name, first = (frontier.node, columns.first_target) if frontier.name is None else (frontier.name, 0)
-    named = (name, first, frontier.subgraph, choice.key)
-    written = (frontier.target, *edges.free)
+    streams = Streams(name, first, frontier.subgraph, choice.key)
+    target, chosen = frontier.target, ChosenEdges(*edges.free)
     if weight is not None:
         start = edges.size
-        edges.size += reservoir.pick_weighted(begin, available, weight, *named, count, again, *written[:3])
+        edges.size += reservoir.pick_weighted(eligible, streams, weight, count, again, target, chosen)
         number.gather(indices, edges.position[start : edges.size], edges.row[start : edges.size])
     elif choice.rule.temporal == "last" or count < 0:
-        edges.size += pick.pick_last(begin, available, count, indices, *written)
+        edges.size += pick.pick_last(eligible, count, indices, target, chosen)
     else:
-        edges.size += pick.pick_uniform(begin, available, *named, count, again, indices, *written)
+        edges.size += pick.pick_uniform(eligible, streams, count, again, indices, target, chosen)
 
 
 def _pick_candidates(
-    begin: Array,
-    available: Array,
-    columns: Columns,
-    frontier: Frontier,
-    choice: Choice,
-    edges: EdgeBuffer,
-    work: SpanBuffer,
+    eligible: Spans, columns: Columns, frontier: Frontier, choice: Choice, edges: EdgeBuffer, work: SpanBuffer
 ) -> None:
     """List the edges that are not too late, pick among the list, and translate its positions to the graph's."""
-    candidate = work.candidates(int(available.sum()))
-    total = spans.candidates_until(columns.source_time, frontier.limit, begin, available, candidate)
+    candidate = work.candidates(int(eligible.available.sum()))
+    total = spans.candidates_until(columns.source_time, frontier.limit, *eligible, candidate)
     weight = None if columns.weight is None else work.weights(columns.weight, candidate[:total])
     start = edges.size
-    _pick(begin, available, weight, read_only(candidate), columns, frontier, choice, edges)
+    # The list takes the part of the sources, so what the kernel writes to ``row`` are positions in the graph.
+    _pick(eligible, weight, read_only(candidate), columns, frontier, choice, edges)
     edges.position[start : edges.size] = edges.row[start : edges.size]
 
 

@@ -25,7 +25,7 @@ _AHEAD = 32  # edges
 
 @njit(cache=True, nogil=True)
 def gather(indices: Array, position: Array, out: Array) -> None:
-    """Write the source of each chosen edge: ``out = indices[position]``."""
+    """Write the source of each chosen edge: ``out = indices[position]``; position and out ``[e]``, indices ``[E]``."""
     for j in range(position.size):
         out[j] = indices[position[j]]
 
@@ -37,9 +37,9 @@ def number_dense(table: Array, first: int, nodes: Array, count: int, row: Array)
     Args:
         table: int32, one entry per node of the graph: ``first + local_id``.
         first: above every entry of earlier batches, and above 0.
-        nodes: the batch's nodes in order of discovery, with capacity for more.
+        nodes: int64 ``[n]`` or longer, the batch's nodes in order of discovery, with capacity for e more.
         count: number of nodes so far.
-        row: on entry global ids, on return local ids.
+        row: int64 ``[e]``, on entry global ids, on return local ids.
 
     Returns:
         The new number of nodes.
@@ -47,9 +47,11 @@ def number_dense(table: Array, first: int, nodes: Array, count: int, row: Array)
     address = table.ctypes.data
     for j in range(row.size):
         if j + _AHEAD < row.size:
+            # Four bytes per entry. Rows ahead of j are still global ids.
             prefetch(address + row[j + _AHEAD] * 4)
         node = row[j]
         entry = table[node]
+        # An entry below ``first`` is from an earlier batch: the node is new.
         if entry >= first:
             row[j] = entry - first
         else:
@@ -79,15 +81,16 @@ def number_hashed(
         turn: number of this batch, 1 .. 2**31 - 1.
         width: number of subgraphs.
         nodes, count, row: see :func:`number_dense`.
-        batch: the subgraph of each of ``nodes``, with capacity for more.
-        column: the local id of each edge's target.
-        subgraph: the subgraph of each target by local id (``batch`` itself if sources and targets have one type).
+        batch: int64, the subgraph of each of ``nodes``, with the same capacity.
+        column: int64 ``[e]``, the local id of each edge's target.
+        subgraph: int64, the subgraph of each target by local id (``batch`` itself if sources and targets have one type).
     """
     mask = table.shape[0] - 1
     for j in range(row.size):
         node, owner = row[j], subgraph[column[j]]
         key = node * width + owner
         slot = slot_of(key, mask)
+        # A slot with another turn is free. Linear probing needs no deletion: a whole batch expires at once.
         while table[slot, 1] >> 32 == turn and table[slot, 0] != key:
             slot = (slot + 1) & mask
         if table[slot, 1] >> 32 == turn:
@@ -119,12 +122,13 @@ def rehash(table: Array, turn: int, width: int, nodes: Array, batch: Array, coun
 def keep_dense(table: Array, first: int, row: Array, column: Array, position: Array) -> int:
     """Drop the edges whose source is not in the batch; compact the others to the front and return their number.
 
-    ``row`` holds global ids on entry and local ids on return.
+    ``row``, ``column`` and ``position`` are int64 ``[e]``; ``row`` holds global ids on entry and local ids on return.
     """
     edges = 0
     for j in range(row.size):
         entry = table[row[j]]
         if entry >= first:
+            # In place: edges <= j, so nothing is overwritten before it is read.
             row[edges], column[edges], position[edges] = entry - first, column[j], position[j]
             edges += 1
     return edges
@@ -140,6 +144,7 @@ def keep_hashed(
     for j in range(row.size):
         key = row[j] * width + subgraph[column[j]]
         slot = slot_of(key, mask)
+        # The same search as in number_hashed, but a missing key is not inserted.
         while table[slot, 1] >> 32 == turn and table[slot, 0] != key:
             slot = (slot + 1) & mask
         if table[slot, 1] >> 32 == turn:

@@ -55,10 +55,12 @@ class SamplingOptions:
     edge_time: str | None = None
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen; this is how a field is normalised before anyone reads it.
         object.__setattr__(self, "num_neighbors", checked_fan_out(self.num_neighbors))
         check_word("subgraph_type", self.subgraph_type, SUBGRAPH_TYPES)
         if self.temporal is not None:
             check_temporal(self.temporal, self.weight)
+            # Two seeds with different times may see different edges of the same node, so they cannot share it.
             object.__setattr__(self, "disjoint", True)
             if (self.node_time is None) == (self.edge_time is None):
                 raise ConfigError(
@@ -156,6 +158,7 @@ def checked_counts(counts: Any) -> tuple[int, ...]:
             hint="set it like data.num_neighbors=[15,10].",
         )
     for count in counts:
+        # bool is a subclass of int.
         if isinstance(count, bool) or not isinstance(count, Integral) or int(count) < -1:
             raise ConfigError(
                 f"data.num_neighbors holds {count!r}; a fan-out is a number of neighbours, 0 or more, or -1 for all "

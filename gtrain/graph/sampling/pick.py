@@ -14,13 +14,12 @@ read-only views, since numba compiles separate versions for read-only and writab
 
 The kernels do not check their input: :class:`gtrain.graph.sampling.columns.Columns` and the samplers have.
 
-Shapes for a frontier of f nodes and e chosen edges: begin, available, ids, subgraph, target ``(f,)``; position, column,
-row ``(e,)`` or longer; indices ``(E,)``.
+Letters of shapes: f frontier nodes, e chosen edges, E edges of the graph.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -35,60 +34,92 @@ _BEHIND = 128  # edges between the prefetch of a source and its read
 _LINEAR = 32  # largest fan-out whose duplicates are found by a linear scan; a larger one uses a hash set
 
 
+class Spans(NamedTuple):
+    """The eligible in-edges of a frontier: those of node i are ``begin[i] .. begin[i] + available[i] - 1``.
+
+    Attributes:
+        begin, available: int64 ``[f]``.
+    """
+
+    begin: Array
+    available: Array
+
+
+class Streams(NamedTuple):
+    """What selects the random stream of each frontier node, see :func:`gtrain.kernels.random.stream`.
+
+    Attributes:
+        ids: int64 ``[f]``, the frontier's nodes; ``ids + first_id`` select the streams.
+        first_id: the part's first global id, or 0.
+        subgraph: int64 ``[f]``, the subgraph of each frontier node; empty if there is only one.
+        key: uint64, hash of seed, epoch, batch, hop and edge type.
+    """
+
+    ids: Array
+    first_id: int
+    subgraph: Array
+    key: Any
+
+
+class ChosenEdges(NamedTuple):
+    """Where the chosen edges are written, int64 ``[e]`` or longer.
+
+    Attributes:
+        position: the edges.
+        column: the local id of the frontier node of each edge.
+        row: the source of each edge.
+    """
+
+    position: Array
+    column: Array
+    row: Array
+
+
 @njit(cache=True, nogil=True)
-def pick_last(
-    begin: Array, available: Array, count: int, source: Array, target: Array, position: Array, column: Array, row: Array
-) -> int:
-    """Take the last ``count`` edges of each span, all if count < 0; return the number of edges written."""
+def pick_last(spans: Spans, count: int, indices: Array, target: Array, chosen: ChosenEdges) -> int:
+    """Take the last ``count`` edges of each span, all if count < 0; arguments and result as of :func:`pick_uniform`."""
+    begin, available = spans
+    position, column, row = chosen
     edges = 0
     for i in range(begin.size):
         end = begin[i] + available[i]
         start = begin[i] if count < 0 or available[i] <= count else end - count
-        for chosen in range(start, end):
-            position[edges] = chosen
+        for edge in range(start, end):
+            position[edges] = edge
             column[edges] = target[i]
-            row[edges] = source[chosen]
+            row[edges] = indices[edge]
             edges += 1
     return edges
 
 
 @njit(cache=True, nogil=True)
 def pick_uniform(
-    begin: Array,
-    available: Array,
-    ids: Array,
-    first_id: int,
-    subgraph: Array,
-    key: Any,
-    count: int,
-    replace: bool,
-    indices: Array,
-    target: Array,
-    position: Array,
-    column: Array,
-    row: Array,
+    spans: Spans, streams: Streams, count: int, replace: bool, indices: Array, target: Array, chosen: ChosenEdges
 ) -> int:
     """Choose ``count`` edges of each span uniformly; without replacement by Floyd's algorithm.
 
-    Source: Bentley & Floyd, "A sample of brilliance", CACM 30(9), 1987.
+    Source: Bentley & Floyd, "A sample of brilliance", CACM 30(9), 1987: for j = size - count .. size - 1, draw t from
+    0 .. j and take t, or j if t was taken before. Every subset of ``count`` edges has the same probability, with one
+    draw per edge and no rejection.
 
     Args:
-        begin, available: the spans.
-        ids: the frontier's nodes; ``ids + first_id`` select the random streams.
-        subgraph: the subgraph of each frontier node; empty if there is only one.
-        key: uint64, hash of seed, epoch, batch, hop and edge type.
+        spans: the eligible edges of each frontier node.
+        streams: the random streams.
         count: at least 0; without ``replace``, a span of at most ``count`` edges is taken whole.
-        indices: the source of each edge of the graph.
-        target: the local id of each frontier node.
-        position: output, the chosen edges.
-        column: output, the local id of the frontier node of each chosen edge.
-        row: output, the source of each chosen edge.
+        replace: draw with replacement.
+        indices: int32 or int64 ``[E]``, the source of each edge of the graph.
+        target: int64 ``[f]``, the local id of each frontier node.
+        chosen: written.
 
     Returns:
         The number of edges written.
     """
+    begin, available = spans
+    ids, first_id, subgraph, key = streams
+    position, column, row = chosen
     edges = done = 0
     address, width = indices.ctypes.data, indices.itemsize
+    # At least twice as many slots as entries: probing then ends after about two steps.
     slots = 1
     while slots < 2 * count and count > _LINEAR:
         slots *= 2
@@ -111,6 +142,7 @@ def pick_uniform(
             else:
                 _floyd_hashed(position[edges : edges + count], first, size, first_number, seen)
             edges += count
+        # The sources are in random lines of ``indices``: request them now, read them _BEHIND edges later.
         for j in range(start, edges):
             column[j] = target[i]
             prefetch(address + position[j] * width)
@@ -146,7 +178,8 @@ def _floyd_hashed(out: Array, first: int, size: int, first_number: Any, seen: Ar
         while seen[slot] != -1 and seen[slot] != chosen:
             slot = (slot + 1) & mask
         if seen[slot] == chosen:
-            chosen = first + last  # earlier steps drew from smaller ranges, so it is new
+            # Earlier steps drew from smaller ranges, so it is new.
+            chosen = first + last
             slot = _slot(chosen, mask)
             while seen[slot] != -1:
                 slot = (slot + 1) & mask

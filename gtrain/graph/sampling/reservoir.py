@@ -1,6 +1,6 @@
 """Compiled kernels that pick edges by weight, or the latest edges by the times of their sources.
 
-Shapes as in :mod:`gtrain.graph.sampling.pick`; weight and source_time ``(E,)`` or one entry per candidate.
+Letters of shapes as in :mod:`gtrain.graph.sampling.pick`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from gtrain.graph.sampling.pick import ChosenEdges, Spans, Streams
 from gtrain.kernels.random import stream, unit
 
 Array = NDArray[Any]
@@ -20,30 +21,30 @@ _LINEAR = 32  # largest fan-out for which draws are rejected by a linear scan
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def pick_weighted(
-    begin: Array,
-    available: Array,
-    weight: Array,
-    ids: Array,
-    first_id: int,
-    subgraph: Array,
-    key: Any,
-    count: int,
-    replace: bool,
-    target: Array,
-    position: Array,
-    column: Array,
+    spans: Spans, streams: Streams, weight: Array, count: int, replace: bool, target: Array, chosen: ChosenEdges
 ) -> int:
     """Choose edges of each span with probability proportional to weight; edges of weight 0 are never chosen.
 
     Without replacement, the distribution is that of successive draws from the remaining edges. Arguments and result as
-    of :func:`gtrain.graph.sampling.pick.pick_uniform`; ``count < 0`` takes all edges of positive weight.
+    of :func:`gtrain.graph.sampling.pick.pick_uniform`, with these differences:
+
+    Args:
+        weight: float32 or float64 ``[E]``, or one entry per candidate.
+        count: below 0: take all edges of positive weight.
+        chosen: ``row`` is not written.
     """
+    begin, available = spans
+    ids, first_id, subgraph, key = streams
+    position, column = chosen.position, chosen.column
     edges, longest = 0, available.max() if available.size else 0
+    # float64: a running sum in float32 would lose small weights behind large ones.
     running = np.empty(longest, np.float64)
     keys = np.empty(max(count, 0), np.float64)
     for i in range(begin.size):
         start, span, out = edges, weight[begin[i] : begin[i] + available[i]], position[edges:]
         positive = _running_sum(span, running)
+        # The stream of a node does not depend on the draws of other nodes, so nodes may be sampled in any order or
+        # process.
         first_number = stream(key, ids[i] + first_id, subgraph[i] if subgraph.size else 0)
         if positive == 0:
             continue
@@ -112,6 +113,7 @@ def _distinct(
             chosen = _proportional(running, first_number, draw)
             draw += 1
             new = True
+            # At most _LINEAR former draws: comparing with all of them, without a branch, vectorises.
             for j in range(size):
                 new &= out[j] != chosen
             if new:
@@ -119,11 +121,13 @@ def _distinct(
                 size += 1
     if size == count:
         return
-    remaining = running  # reuse: the running sums are no longer needed
+    # Reuse the memory: the running sums are not needed any more.
+    remaining = running
     for j in range(weight.size):
         remaining[j] = weight[j]
     for j in range(size):
         remaining[out[j]] = 0.0
+    # What is left of a sampling without replacement is again one, over the weights that were not drawn.
     _reservoir(remaining, count - size, first_number, draw, keys, out[size:])
 
 
@@ -149,7 +153,8 @@ def _reservoir(weight: Array, count: int, first_number: Any, draw: int, keys: Ar
             continue
         skip -= weight[j]
         if skip <= 0:
-            lower = -np.expm1(-weight[j] * keys[0])  # probability of a key below the largest
+            # The probability of a key below the largest one in the heap.
+            lower = -np.expm1(-weight[j] * keys[0])
             heap_sink(keys, out, size, -np.log1p(-unit(first_number, draw + 1) * lower) / weight[j], j)
             draw += 2
             skip = -np.log(unit(first_number, draw)) / keys[0]
@@ -157,32 +162,35 @@ def _reservoir(weight: Array, count: int, first_number: Any, draw: int, keys: Ar
 
 @njit(cache=True, nogil=True)
 def pick_latest(
-    begin: Array,
-    available: Array,
-    source_time: Any,
-    limit: Any,
-    count: int,
-    target: Array,
-    position: Array,
-    column: Array,
+    spans: Spans, source_time: Array, limit: Array, count: int, target: Array, chosen: ChosenEdges
 ) -> int:
     """Take the ``count`` >= 0 latest edges of each span that are not later than the frontier node's limit.
 
-    Ties at the earliest taken time are broken arbitrarily but deterministically.
+    Ties at the earliest taken time are broken arbitrarily but deterministically. Arguments and result as of
+    :func:`gtrain.graph.sampling.pick.pick_uniform`, with these differences:
+
+    Args:
+        source_time: int64 ``[E]``, the time of each edge's source, in any order within a column.
+        limit: int64 ``[f]``, the latest time of each frontier node's edges.
+        chosen: ``row`` is not written.
     """
+    begin, available = spans
+    position, column = chosen.position, chosen.column
     edges = 0
     keys = np.empty(count, np.int64)
     for i in range(begin.size):
         size, latest, heap = 0, limit[i], position[edges:]
-        for chosen in range(begin[i], begin[i] + available[i]):
-            time = source_time[chosen]
+        # A max-heap of the keys ~time: its top is the earliest of the latest edges so far, the one to replace.
+        for edge in range(begin[i], begin[i] + available[i]):
+            time = source_time[edge]
             if time > latest or count == 0:
                 continue
             if size < count:
-                heap_push(keys, heap, size, ~time, chosen)  # ~ reverses the order, without overflow
+                # ~ reverses the order, without overflow.
+                heap_push(keys, heap, size, ~time, edge)
                 size += 1
             elif ~time < keys[0]:
-                heap_sink(keys, heap, size, ~time, chosen)
+                heap_sink(keys, heap, size, ~time, edge)
         for j in range(edges, edges + size):
             column[j] = target[i]
         edges += size

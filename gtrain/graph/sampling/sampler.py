@@ -95,6 +95,7 @@ class HeteroNeighborSampler:
                 if edge_type[0] in self.node_time:
                     self.graph[edge_type] = columns.timed_by_sources(self.node_time[edge_type[0]])
         self._rules = self._rule_of_each()
+        # Buffers and tables are per thread, so that threads sample without locks.
         self._memory = threading.local()
 
     def sample(
@@ -166,6 +167,7 @@ class HeteroNeighborSampler:
         times = self._seed_times(checked, seed_time) if self.rule.temporal is not None else None
         memory = self._memory
         if not hasattr(memory, "nodes"):
+            # Disjoint subgraphs number a node once per subgraph, which a table by node cannot do.
             hashed = {name: self.disjoint or size > scratch.DENSE_LIMIT for name, size in self.num_nodes.items()}
             memory.nodes = {name: scratch.NodeNumbering(size, hashed[name]) for name, size in self.num_nodes.items()}
             memory.edges = {edge_type: scratch.EdgeBuffer() for edge_type in self.graph}
@@ -226,7 +228,9 @@ class HeteroNeighborSampler:
         columns, edges, targets = self.graph[edge_type], run.edges[edge_type], run.nodes[edge_type[2]]
         edges.size = 0
         whole = self._frontier(run, edge_type, 0, targets.count)
+        # Count -1 takes all edges, so the key is not read.
         choice = Choice(-1, np.uint64(0), self._rules[edge_type])
+        # All in-edges of all sampled nodes, piece by piece: only those with both ends in the batch are kept.
         for piece in pieces(columns.indptr[whole.node + 1] - columns.indptr[whole.node]):
             start = edges.size
             choose(columns, whole[piece], choice, edges, run.work)

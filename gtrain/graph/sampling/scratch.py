@@ -24,6 +24,7 @@ def grown(array: Array, size: int, keep: int = 0) -> Array:
     """Return ``array`` if it has at least ``size`` items, else a larger array with the first ``keep`` items copied."""
     if array.size >= size:
         return array
+    # Half as large again at least, so that the copies of a growing array cost O(1) per item.
     larger = np.empty(max(size, array.size + array.size // 2), array.dtype)
     larger[:keep] = array[:keep]
     return larger
@@ -83,8 +84,10 @@ class NodeNumbering:
 
     def reset(self, num_subgraphs: int) -> None:
         """Start a new batch."""
+        # The dense table stores turn + local id, so the next batch starts above the last one's largest entry.
         self.turn += 1 if self.hashed else max(1, self.count)
         if self.turn > _LAST_TURN - (0 if self.hashed else self.num_nodes):
+            # The numbers of turns are used up: from here on old entries would look valid.
             self.table.fill(0)
             self.turn = 1
         self.count, self.width = 0, num_subgraphs
@@ -119,6 +122,7 @@ class NodeNumbering:
         self.node = grown(self.node, size, self.count)
         self.batch = grown(self.batch, size, self.count)
         slots = self.table.shape[0]
+        # At most half full, so that a search ends after about two steps.
         while slots < 2 * size:
             slots *= 2
         if slots > self.table.shape[0]:
@@ -147,6 +151,7 @@ class SpanBuffer:
     def numbers(self, first: int, last: int) -> Array:
         """Return ``first .. last-1``; the caller must not write to it."""
         if self._numbers.size < last:
+            # Computed once and sliced: arange per hop would write memory again.
             self._numbers = np.arange(last + last // 2)
         return self._numbers[first:last]
 
@@ -156,5 +161,6 @@ class SpanBuffer:
             self._weight = np.empty(0, weight.dtype)
         self._weight = grown(self._weight, position.size)
         gathered = self._weight[: position.size]
-        np.take(weight, position, out=gathered, mode="clip")  # with its own range check numpy buffers the output
+        # With its own range check numpy buffers the output.
+        np.take(weight, position, out=gathered, mode="clip")
         return read_only(gathered)

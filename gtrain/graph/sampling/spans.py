@@ -32,6 +32,7 @@ def spans_until(
 ) -> None:
     """Write the span of in-edges not later than each node's limit: a prefix of the column, by binary search."""
     for i in range(nodes.size):
+        # Times ascend within a column: ``low`` ends at the first edge that is too late.
         first, low, high = indptr[nodes[i]], indptr[nodes[i]], indptr[nodes[i] + 1]
         latest = limit[i]
         while low < high:
@@ -60,6 +61,7 @@ def candidates_until(source_time: Any, limit: Any, begin: Array, available: Arra
     """
     count = 0
     for i in range(begin.size):
+        # ``candidate`` is filled span after span, so that begin can point into it from here on.
         first, latest = count, limit[i]
         for position in range(begin[i], begin[i] + available[i]):
             if source_time[position] <= latest:

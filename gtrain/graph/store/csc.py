@@ -200,7 +200,8 @@ class SortedColumns:
         keys: list[Ints] = [source] if self._sort else []
         if self._sort and self._view.time is not None:
             keys.append(self._times(edge_id))
-        order = np.lexsort([*keys, target])  # the last key is the first to sort by
+        # The last key is the first to sort by.
+        order = np.lexsort([*keys, target])
         return ColumnRange(indptr, source[order], edge_id[order])
 
 

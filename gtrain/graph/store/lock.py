@@ -24,7 +24,8 @@ def ensure_store(path: Path, build: Callable[[], Store], say: Callable[[str], No
     Raises:
         StoreError: the store exists and is damaged; it is neither loaded nor replaced.
     """
-    if not path.exists():  # a rename creates the store, so an existing one is complete and needs no lock
+    if not path.exists():
+        # A rename creates the store, so an existing one is complete and needs no lock.
         with file_lock(path.with_name(path.name + ".lock"), say):
             if not path.exists():
                 shutil.rmtree(temporary_path(path), ignore_errors=True)  # left by a builder that was killed
@@ -56,7 +57,8 @@ def file_lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
 def _acquire(path: Path, say: Callable[[str], None]) -> int:
     waiting = False
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)  # the last holder may have failed and removed it
+        # The last holder of the lock may have failed and removed the folder.
+        path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -73,7 +73,8 @@ class Names:
         hashes = _hashes(offsets, data)
         entry = np.searchsorted(self._hashes, hashes)
         pending = np.flatnonzero(entry < len(self))
-        while pending.size:  # further rounds only for different names with the same hash
+        # Further rounds only for different names with the same hash.
+        while pending.size:
             pending = pending[self._hashes[entry[pending]] == hashes[pending]]
             ids = self._order[entry[pending]].astype(np.int64)
             same = self._equal(ids, offsets, data, pending)

@@ -107,7 +107,8 @@ class GlobalIds:
 
     def __call__(self, orig_id: Tensor) -> Tensor:
         """Return the global ids, int64, of orig ids of any shape, all of which must be in the graph."""
-        orig_id = orig_id.contiguous()  # searchsorted copies a strided column, with a warning each time
+        # torch.searchsorted copies a strided column and warns, at each call.
+        orig_id = orig_id.contiguous()
         global_id = torch.empty_like(orig_id)
         for first, ids, sorter in zip(self._first, self.orig_ids, self._sorters, strict=True):
             if ids.numel():

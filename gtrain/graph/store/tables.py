@@ -119,7 +119,8 @@ def tables_of(graph: Graph) -> Tables:
 
 def csr_tensor(indptr: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return a ``torch.sparse_csr`` tensor that shares the memory of its three arrays."""
-    with warnings.catch_warnings():  # torch warns once per process that the layout is in beta
+    # torch warns once per process that the layout is in beta.
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
         return torch.sparse_csr_tensor(indptr, indices, values, size=shape, check_invariants=False)
 

@@ -380,7 +380,8 @@ class KGEmbedding(EdgeModel):
 
 def _check(num_nodes: object, counts: dict[str, int], sizes: dict[str, float], max_norm: float | None) -> None:
     """Check the settings that no other part checks."""
-    if isinstance(num_nodes, Mapping):  # the settings may come as a DictConfig
+    if isinstance(num_nodes, Mapping):
+        # Not dict: the settings may come as a DictConfig.
         raise _several_types(list(num_nodes))
     for key, count in counts.items():
         if count < 1:

@@ -89,13 +89,15 @@ def _rank(sides: list[_SideRanks], candidates: EntityCandidates) -> None:
     for first_pass in (True, False):
         for ids, rows in candidates.blocks():
             if first_pass and len(ids) == candidates.count:
-                break  # one block: the second pass computes the answers' scores
+                # A single block: the second pass computes the answers' scores itself.
+                break
             column[ids] = torch.arange(len(ids), device=device)
             block = rows.to(device)
             for side in sides:
                 side.score_answers(block, column) if first_pass else side.count(block, column)
             column[ids] = -1
-            del rows, block  # frees the block before the next one is read
+            # Frees the block before the next one is read.
+            del rows, block
 
 
 class _SideRanks:
@@ -103,7 +105,8 @@ class _SideRanks:
 
     def __init__(self, scores: EdgeScores, queries: RankingQueries, tails: bool) -> None:
         self._scores = scores
-        self._static = tails and not scores.reciprocal  # transforms all candidates, once for each relation
+        # Static relations: the operator transforms all candidates, once per relation.
+        self._static = tails and not scores.reciprocal
         self.device = queries.answer.device
         self._order = queries.relation.argsort(stable=True) if self._static else self._first(len(queries.relation))
         self._queries = queries = queries.select(self._order)

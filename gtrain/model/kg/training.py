@@ -288,7 +288,8 @@ class TrainingLoss:
             chunk_size = self.negatives.chunk_size
         elif reciprocal:
             chunk_size = LIMIT // most
-        else:  # a relation's last chunk has empty slots: small chunks waste fewer
+        else:
+            # A relation's last chunk has empty slots: small chunks waste fewer.
             chunk_size = min(LIMIT // most, -(-len(edges) // int(edges.relation.unique().numel())))
         chunks = in_order(edges.head, chunk_size) if reciprocal else by_relation(edges.relation, chunk_size)
         # Numbers of one chunk: scores [m, candidates], and rows [candidates, D] unless all chunks share the same rows.

@@ -96,7 +96,8 @@ class UnixLink(Link):
         sock.setblocking(False)
         try:
             sock.connect(self._path)
-        except OSError:  # no server listens yet, or its backlog is full
+        except OSError:
+            # No server listens yet, or its backlog is full: try again later.
             sock.close()
             self._next_attempt = time.monotonic() + self._pause
             self._pause = min(2 * self._pause, MAX_RECONNECT_MILLISECONDS / 1000)

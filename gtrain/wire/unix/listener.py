@@ -70,7 +70,8 @@ class UnixListener(Listener):
             frames = None if stream is None else self._receive_from(descriptor, stream)
             if stream is not None and frames is not None:
                 if stream.buffered:
-                    self._readable.append(descriptor)  # the kernel reports only what it still holds
+                    # The kernel reports only what it still holds.
+                    self._readable.append(descriptor)
                 return [memoryview(stream.routing), *frames]
         return None
 

@@ -66,7 +66,8 @@ class ZmqLink(Link):
             zmq.RECONNECT_IVL_MAX: MAX_RECONNECT_MILLISECONDS,
             zmq.CONNECT_TIMEOUT: 5000,
         }
-        if address.startswith("tcp://"):  # a machine that vanished closes no connection
+        if address.startswith("tcp://"):
+            # A machine that vanished closes no connection.
             options |= {zmq.HEARTBEAT_IVL: 10_000, zmq.HEARTBEAT_TIMEOUT: 60_000}
         for option, value in options.items():
             self._socket.setsockopt(option, value)

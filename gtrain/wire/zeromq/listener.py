@@ -118,10 +118,12 @@ class ZmqListener(Listener):
                     if self._failure is not None:
                         self._report(address, self._failure)
                     self._failure = None
-                case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # the next event is the loss of that connection
+                case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                    # The next event is the loss of that connection.
                     self._failure = self._reason(value)
                 case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL if self._secured:
-                    self._failure = ENDED  # a peer without keys may be the first to notice, and close the connection
+                    # A peer without keys may be the first to notice, and close the connection.
+                    self._failure = ENDED
 
     def _reason(self, error: int) -> str:
         """Return why a handshake failed, in words."""

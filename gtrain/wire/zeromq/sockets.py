@@ -79,7 +79,8 @@ def configure(sock: zmq.Socket[Any], limits: Limits, address: str) -> None:
     options = {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.MAXMSGSIZE: max_frame_bytes}
     if address.startswith("ipc://"):
         options |= {zmq.SNDBUF: KERNEL_BUFFER, zmq.RCVBUF: KERNEL_BUFFER}
-    else:  # no buffer sizes: a fixed size would disable TCP's auto-tuning, and be smaller
+    else:
+        # No buffer sizes: a fixed size would disable TCP's auto-tuning, and be smaller.
         keepalive = {zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
         options |= {zmq.IPV6: int("[" in address), zmq.TCP_KEEPALIVE: 1, **keepalive}
     for option, value in options.items():
@@ -129,7 +130,8 @@ class Monitor:
         self._watched = sock
         self._socket: zmq.Socket[Any] = sock.get_monitor_socket(events)
         self.descriptor = int(self._socket.getsockopt(zmq.FD))
-        self.has_events()  # zmq signals only to a reader that has checked and found nothing
+        # zmq signals only to a reader that has checked and found nothing.
+        self.has_events()
 
     def has_events(self) -> bool:
         """Whether events are waiting."""

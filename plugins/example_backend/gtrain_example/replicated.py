@@ -35,7 +35,8 @@ class ReplicatedStrategy(GraphStrategy):
         batch = full_batch(shard, loader.split, self.dtype)
         batch.seeds = self._share(batch.seeds)
         batch.batch_size = batch.seeds.numel()
-        return [batch]  # every rank has one batch, if necessary without seeds: ranks take each step together
+        # Every rank has one batch, if necessary without seeds: ranks take each step together.
+        return [batch]
 
     def _share(self, seeds: Tensor) -> Tensor:
         if self.settings.share == "strided":

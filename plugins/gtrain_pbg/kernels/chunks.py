@@ -106,11 +106,13 @@ def train_chunks(ends: Any, operators: Any, relation: Any, layout: Any, loss: An
             _prefetch(end.table, end.drawn[drawn + uniform : drawn + 2 * uniform])
             _prefetch_sums(end.sums, end.ids[begin : begin + m])
             _prefetch_sums(end.sums, end.drawn[drawn : drawn + uniform])
+        # Direction 0: heads are the queries and tails the candidates; direction 1: the reverse.
         for given in range(2):
             end, other = ends[given], ends[1 - given]
             if other.replaced:
                 lost += _train(end, other, operators[given], relation, begin, m, m + uniform, loss, scratch)
             else:
+                # This direction is not trained; the sums below add these buffers nevertheless.
                 end.own[:m] = 0
                 other.gradient[: m + uniform] = 0
         for end in ends:
@@ -178,6 +180,7 @@ def _losses(score: Any, m: int, count: int, begin: int, loss: Any) -> float:
     for i in range(m):
         row, weight = score[i], loss.weight[begin + i]
         value, by_true = row_loss(loss.loss, row, count, 0, i, row[i], weight, loss.margin)
+        # row_loss leaves the answer's column to its caller.
         row[i] = by_true
         lost += weight * value
     return lost
@@ -189,6 +192,7 @@ def _add_gradients(end: Any, begin: int, m: int, drawn: int, uniform: int) -> No
     columns = end.table.shape[1]
     for i in range(m):
         add(end.own[i], end.gradient[i], columns)
+        # A row's gradients as a query and as a candidate are added before it is written once.
         _add_row(end.sums, end.ids[begin + i], end.gradient[i], columns)
     for k in range(uniform):
         _add_row(end.sums, end.drawn[drawn + k], end.gradient[m + k], columns)
@@ -200,4 +204,5 @@ def _add_row(sums: Any, row: int, gradient: Any, columns: int) -> None:
     if slot >= 0:
         add(gradient, sums.gradient[slot], columns)
     else:
+        # The first gradient is stored, not added: the slot need not be zeroed.
         store(gradient, sums.gradient[take_slot(sums, row)], columns)

@@ -104,7 +104,8 @@ def of_key(key: Any) -> Any:
 
 def _key_single(x: Any) -> Any:
     bits = np.float32(x).view(np.int32)
-    return np.int32(bits ^ ((bits >> 31) & 0x7FFFFFFF))  # of negative numbers, all bits but the sign are inverted
+    # Of negative numbers, all bits but the sign are inverted.
+    return np.int32(bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 def _key_double(x: Any) -> Any:

@@ -22,7 +22,8 @@ SPAN, STRIDE = 4096, 1021  # coprime: rows that read the same fractions are 4096
 
 _MAX = np.float32(127)
 _SIGNLESS, _INFINITE = np.uint16(0x7FFF), np.uint16(0x7F80)
-_DITHERED_MAX = np.float32(126)  # a fraction of up to 0.5 is added before rounding: the result is at most 127
+# A fraction of up to 0.5 is added before rounding: the result is at most 127.
+_DITHERED_MAX = np.float32(126)
 _POSITIVE, _INFINITE_SINGLE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
 
@@ -70,7 +71,8 @@ def round_rows(rows: Any, result: Any, scale: Any) -> None:
 @inlined(fastmath=STRICT)
 def _round_dithered(row: Any, factor: Any, dither: Any, z: int, target: Any) -> None:
     first = z * STRIDE % SPAN
-    fraction = dither[first : first + target.size]  # a slice: numba would check the sign of each index that is a sum
+    # A slice: numba would check the sign of each index that is a sum.
+    fraction = dither[first : first + target.size]
     for k in range(target.size):
         near = np.float32(np.float32(np.float32(row[k]) * factor + fraction[k]) + ROUND)
         target[k] = np.int8(near.view(np.int32) - ROUND_BITS)
@@ -91,12 +93,15 @@ def equalize_scales(rows: Any, scale: Any, dither: Any, result: Any) -> Any:
     """
     biggest = np.float32(0)
     for z in range(scale.size):
+        # Not >: a NaN is taken as the largest, and returned.
         if not scale[z] <= biggest:
             biggest = scale[z]
+    # Zero, infinity or NaN: there is nothing to quantize, and the factor tells the caller.
     if not (np.float32(1e-36) < biggest < np.float32(np.inf)):
         result[:, :] = 0
         return biggest
     for z in range(scale.size):
+        # 127 at the largest scale becomes 126, which leaves room for the random fraction.
         _round_dithered(rows[z], scale[z] / biggest * (_DITHERED_MAX / _MAX), dither, z, result[z])
     return biggest * (_MAX / _DITHERED_MAX)
 
@@ -116,6 +121,7 @@ def write_row_quantized(work: Any, columns: int, dither: Any, i: int, row: Any) 
     """:func:`write_row` in 8 bits; the scale is 0 if all numbers are, NaN if one is NaN or infinite."""
     bits = np.int32(0)
     for k in range(columns):
+        # Bit patterns of floats without sign are ordered as the floats, and the maximum of integers vectorises.
         magnitude = np.int32(np.float32(work[k]).view(np.int32) & _POSITIVE)
         bits = magnitude if magnitude > bits else bits
     biggest = np.int32(bits).view(np.float32)

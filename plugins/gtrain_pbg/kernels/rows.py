@@ -98,6 +98,7 @@ def fetch_bags(table: Any, bags: Any, ids: Any, shift: Any, result: Any) -> None
             add(source, target, columns)
             if result.has_bias:
                 total += source[columns]
+        # An empty bag has the embedding 0: the sum is 0, and 1 avoids the division by 0.
         scale = target.dtype.type(1 / max(1, end - begin))
         for d in range(columns):
             target[d] *= scale
@@ -154,7 +155,8 @@ def normalize_backward(gradient: Any, unit: Any, inverse: Any, result: Any) -> N
         along = unit.dtype.type(0)
         for d in range(columns):
             along += number(gradient[z, d]) * unit[z, d]
-        if inverse[z] >= 1e12:  # the norm was clamped: the forward pass divided by a constant
+        if inverse[z] >= 1e12:
+            # The norm was clamped: the forward pass divided by a constant.
             along = unit.dtype.type(0)
         for d in range(columns):
             result[z, d] = (number(gradient[z, d]) - along * unit[z, d]) * inverse[z]
@@ -197,6 +199,7 @@ def add_rows(first: Any, second: Any, layout: Any, result: Any) -> None:
 def edge_of(row: int, layout: Any) -> int:
     """Return the edge of a side's row; -1 for the row of a drawn node."""
     chunk_size, uniform, edges = layout
+    # In an incomplete last chunk the drawn nodes follow its last edge, hence the comparison with ``edges``.
     chunk, slot = divmod(row, chunk_size + uniform)
     edge = chunk * chunk_size + slot
     return edge if slot < chunk_size and edge < edges else -1

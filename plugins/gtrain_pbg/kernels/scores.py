@@ -135,6 +135,7 @@ def loss_and_gradient(
             _load(block.scores[g, i], block.row_factor, i, block.column_factor, work, columns)
             if kind != INNER:
                 _distances(work, queries.norm[query], candidates.norm[g], kind, columns)
+                # The gradient of a root needs the distances, which the loss overwrites.
                 if kind == ROOT:
                     store(work, distance, columns)
             if biased:
@@ -144,6 +145,7 @@ def loss_and_gradient(
                 answer = column + i
             elif settings.answer == LISTED:
                 answer = queries.answer[query]
+            # Read before row_loss overwrites the scores.
             true = work[answer] if answer >= 0 else queries.apart[query]
             weight, count, absent = queries.weight[query], columns, 0
             if has_own:
@@ -158,13 +160,16 @@ def loss_and_gradient(
             else:
                 queries.by_apart[query] = by_true
             if biased:
+                # The score is the product plus both biases, so each bias receives the sum of the gradients by its
+                # scores.
                 queries.by_bias[query] = total(work, columns) + (by_true if answer < 0 else by_true * 0)
                 add(work, candidates.by_bias[g], columns)
             if kind != INNER:
                 _by_product(work, distance, kind, columns)
                 queries.sums[query] = total(work, columns)
                 add(work, candidates.sums[g], columns)
-            if quantized and answer >= 0:  # a thousand times as large as the others: it would take all 8 bits
+            if quantized and answer >= 0:
+                # The gradient by the answer is a thousand times as large as the others: it would take all 8 bits.
                 queries.by_apart[query] = work[answer]
                 work[answer] = 0
             block.gradient_scale[i] = write_row(work, columns, block.dither, i, block.gradient[g, i])
@@ -218,6 +223,7 @@ def _distances(work: Any, row: Any, column: Any, kind: int, columns: int) -> Non
             work[k] = two * work[k] - row - column[k]
     else:
         for k in range(columns):
+            # Rounding may make it negative for equal rows.
             squared = row + column[k] - two * work[k]
             work[k] = -math.sqrt(squared if squared > tiny else tiny)
 
@@ -242,6 +248,7 @@ def _by_product(work: Any, distance: Any, kind: int, columns: int) -> None:
 @bare(fastmath=STRICT)
 def _softmax(work: Any, columns: int, answer: int, true: Any, weight: Any) -> Any:
     """SOFTMAX: the gradient by a score is its probability, less 1 for the answer; the maximum is subtracted first."""
+    # exp(score - top) is at most 1: no overflow, and the sum is at least 1.
     top = largest(work, columns)
     if answer < 0 and true > top:
         top = true
@@ -252,6 +259,7 @@ def _softmax(work: Any, columns: int, answer: int, true: Any, weight: Any) -> An
     scale = weight / among
     for k in range(columns):
         work[k] *= scale
+    # log(sum exp) - s+ = log(among) + top - true.
     return math.log(among) + top - true, own * scale - weight
 
 
@@ -263,11 +271,13 @@ def _logistic(work: Any, columns: int, absent: int, answer: int, true: Any, weig
     one, zero = work.dtype.type(1), work.dtype.type(0)
     false = 0.0
     if answer >= 0:
+        # The answer is not a false score; softplus(-inf) is 0, so the loop needs no test.
         work[answer] = work.dtype.type(-np.inf)
     for begin in range(0, columns, _RUN):
         end = min(begin + _RUN, columns)
         product, linear = one, zero
-        for k in range(begin, end):  # softplus(x) = max(x, 0) + log(1 + exp(-|x|)): one logarithm of many factors
+        # softplus(x) = max(x, 0) + log(1 + exp(-|x|)): one logarithm of many factors.
+        for k in range(begin, end):
             x = work[k]
             small = exp_of_negative(-abs(x))
             linear += x if x > zero else zero
@@ -283,13 +293,15 @@ def _logistic(work: Any, columns: int, absent: int, answer: int, true: Any, weig
 def _ranking(work: Any, columns: int, answer: int, true: Any, weight: Any, margin: float) -> Any:
     """RANKING: the gradient by a false score that violates the margin is 1, that by the true one minus their count."""
     zero = work.dtype.type(0)
+    # A false score violates the margin if it exceeds s+ - margin.
     least = work.dtype.type(true - work.dtype.type(margin))
     if answer >= 0:
         work[answer] = least  # does not violate the margin
     value, violations = zero, zero
     for k in range(columns):
         excess = work[k] - least
-        hit = not excess <= zero  # NaN counts as a violation, so that the loss shows it
+        # NaN counts as a violation, so that the loss shows it.
+        hit = not excess <= zero
         value += excess if hit else zero
         violations += work.dtype.type(1) if hit else zero
         work[k] = weight if hit else zero

@@ -34,7 +34,8 @@ _HIGH = np.uint32(16)
 
 def has_words() -> bool:
     """Return whether this CPU multiplies words of two bfloat16, and numba compiles for it."""
-    if getattr(config, "CPU_NAME", None):  # NUMBA_CPU_NAME names another CPU to compile for
+    if getattr(config, "CPU_NAME", None):
+        # NUMBA_CPU_NAME names another CPU to compile for.
         return "+avx512bf16" in (getattr(config, "CPU_FEATURES", None) or "")
     return bool(binding.get_host_cpu_features().get("avx512bf16"))
 
@@ -42,6 +43,7 @@ def has_words() -> bool:
 def padded(columns: int, itemsize: int) -> int:
     """Return the least width of an array that holds this number of columns in whole tiles."""
     lanes = BYTES // itemsize
+    # Of the four widths, the one that pads least.
     return min(-(-columns // (width * lanes)) * width * lanes for width in WIDTHS)
 
 
@@ -96,7 +98,9 @@ class _Tile:
         builder.branch(loop)
         builder.position_at_end(loop)
         k = builder.phi(_I64)
+        # The sums are loop-carried values, so LLVM holds them in registers until the sum is complete.
         sums = [[builder.phi(self.sum) for _ in range(self.wide)] for _ in range(self.tall)]
+        # One load of b serves all rows of the tile, one broadcast of a all vectors.
         vectors = [builder.load(pointer, align=4) for pointer in self._vectors(b, begin, k, width, self.factor)]
         first = builder.add(at, builder.mul(k, step))
         added = []
@@ -130,6 +134,7 @@ class _Tile:
         return self.builder.shuffle_vector(first, none, ir.Constant(ir.VectorType(_I32, self.lanes), None))
 
     def _add_product(self, total: Any, vector: Any, number: Any) -> Any:
+        # vdpbf16ps takes the accumulator first, fmuladd last.
         order = (total, number, vector) if self.words else (number, vector, total)
         return self.builder.call(self.function, order)
 
@@ -141,9 +146,11 @@ def _in_tiles(wide: int) -> Any:
     @bare
     def in_tiles(a: Any, row: int, step: int, b: Any, c: Any, rows: int, steps: int) -> None:
         width, each, whole = b.shape[1], wide * BYTES // b.itemsize, rows // TALL * TALL
+        # b's columns outside, so that a strip of b stays in the cache for all rows of a.
         for begin in range(0, width, each):
             for i in range(0, whole, TALL):
                 tall_tile(a, i * row, row, step, b, begin, width, c, i * width + begin, steps)
+            # The rows that remain, one at a time.
             for i in range(whole, rows):
                 flat_tile(a, i * row, row, step, b, begin, width, c, i * width + begin, steps)
 
@@ -167,6 +174,7 @@ def multiply(a: Any, strides: Any, b: Any, c: Any, rows: int, steps: int) -> Non
         rows: of ``c``.
         steps: k, at least 1.
     """
+    # Strides instead of two functions: the reversed strides read ``a`` transposed, in place.
     row, step = strides[0] // a.itemsize, strides[1] // a.itemsize
     vectors = b.shape[1] * b.itemsize // BYTES
     if vectors % 7 == 0:
@@ -226,6 +234,7 @@ def _pairs_of_rows(rows: Any, count: int, columns: int, result: Any) -> Any:
         _join(rows[i], rows[i + 1], columns, result[i // 2])
     if count % 2:
         for d in range(columns):
+            # The second number of the last pair is 0: stored() gives 16 bits, and the upper half of the word stays 0.
             result[count // 2, d] = stored(rows[count - 1, d], _ZERO)
     return result
 

@@ -107,8 +107,10 @@ def apply(rule: Any, row: Any, state: Any, gradient: Any) -> None:
         gradient: ``[w]``.
     """
     width = row.size
+    # Otherwise weight decay would change rows that no edge of the batch reads.
     if not _any(gradient):
         return
+    # Converted to the row's dtype: a float64 constant would make the loop compute in float64.
     one = row.dtype.type
     if rule.decay != 0:
         for d in range(width):
@@ -205,6 +207,7 @@ def scatter(
             else:
                 _add_position(work, z - split, second, edge_of(z - split, layout), columns, has_bias)
             z = chains.after[z]
+        # Reset while the row is at hand: ``head`` is all -1 again after the last row.
         chains.head[row] = -1
         apply(rule, table[row], state[row], work)
 

@@ -286,7 +286,8 @@ class LeasedBuckets:
     def _next(self) -> ScheduledBucket | None:
         """Return the machine's next bucket, with its partitions in memory; None: the round is over."""
         sent = torch.full((5,), -1)
-        if self._leads:  # the machine's other workers wait for the broadcast
+        if self._leads:
+            # The other workers of the machine wait for this worker's broadcast.
             with timed_wait(self._everyone.counters, "bucket"), self._lock.explaining():
                 self._parameters.check()
                 grant = self._acquire()
@@ -303,7 +304,8 @@ class LeasedBuckets:
         self._lock.request("release", {"keys": keys})
 
     def _acquire(self) -> Grant | None:
-        self._partitions.settle()  # saved partitions may be granted again, under another lease
+        # Saved partitions may be granted again, under another lease.
+        self._partitions.settle()
         edges = self._edges
         while True:
             self._requests += 1

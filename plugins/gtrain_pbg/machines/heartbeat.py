@@ -35,7 +35,8 @@ def _beat(context: ServerContext) -> None:
         with context.client("lock", 0) as lock:
             _join(context, lock)
             while not context.stop.wait(heartbeat_interval(seconds)):
-                with suppress(PeerRestartedError, DeadlineError):  # the lock server is being restarted, or is stopped
+                # The lock server is being restarted, or is stopped.
+                with suppress(PeerRestartedError, DeadlineError):
                     lock.request("pulse", timeout_seconds=seconds)
     except GtrainError as error:
         if not context.stop.is_set():
@@ -95,7 +96,8 @@ class FailureDetector:
             try:
                 self._processes[name] = os.pidfd_open(pid)
             except OSError:
-                return  # it has ended; missing heartbeats will show it
+                # It has ended; missing heartbeats will show it.
+                return
 
     def beat(self, name: str) -> None:
         """Record a heartbeat."""

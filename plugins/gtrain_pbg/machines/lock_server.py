@@ -124,7 +124,8 @@ class LockServer:
 
     def _saved(self) -> dict[str, Any]:
         return {
-            "members": msgpack.packb(self.members.state()),  # apart: lists in results of collectives stay lists
+            # Packed separately, so that lists in the results of collectives stay lists.
+            "members": msgpack.packb(self.members.state()),
             "detector": self._detector.state(),
             "made": self._scheduler_fields,
             "scheduler": None if self._scheduler is None else self._scheduler.state(),
@@ -215,11 +216,13 @@ class LockServer:
                         continue
                     how = f"sent no heartbeat for {self._patience:g} s"
                 if is_rank(name) and how == ENDED and _rank(name) not in self._joined:
-                    self._detector.await_return(name)  # it had not joined: its agent restarts it
+                    # It had not joined: its agent restarts it.
+                    self._detector.await_return(name)
                 elif is_rank(name):
                     self._lose_machine(self.members.machine_of(_rank(name)), f"{name} {how}")
                 elif name.startswith("partition ") and how == ENDED:
-                    self._detector.await_return(name)  # its agent restarts it, or ends the job
+                    # Its agent restarts it, or ends the job.
+                    self._detector.await_return(name)
                 else:
                     self._detector.forget(name)
                     self._lose_server(name, how)
@@ -292,7 +295,8 @@ class LockServer:
         trained = {0: "", 1: "; its bucket is trained again"}.get(again, f"; its {again} buckets are trained again")
         line = f"machine {machine} is lost ({reason}); the job goes on without it{trained}"
         if reason.endswith(ENDED) and (self._scheduler is None or self._scheduler.over):
-            self._unreported.append(line)  # a rank also ends when the job is over
+            # Not reported at once: a rank also ends when the job is over.
+            self._unreported.append(line)
         else:
             self._report(line)
 
@@ -355,7 +359,8 @@ class LockServer:
             self._granted.pop(machine, None)
             if fields["edges"] is not None:
                 scheduler.trained(machine, fields["edges"])
-        elif machine in self._granted:  # a repeated request: the lock server was restarted before it replied
+        elif machine in self._granted:
+            # A repeated request: the lock server was restarted before it replied.
             return Message(self._granted[machine])
         answer = self._try_grant(machine)
         if answer is not None:

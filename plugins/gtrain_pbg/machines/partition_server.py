@@ -143,7 +143,8 @@ class PartitionClient(PartitionStore):
 
     def keep(self, key: str, targets: Mapping[str, Path], like: Mapping[str, Tensor]) -> None:
         fields = {"key": key, "targets": {array: str(path) for array, path in targets.items()}}
-        if not self._request(key, "keep", fields).fields["here"]:  # the server does not reach the checkpoint's disk
+        if not self._request(key, "keep", fields).fields["here"]:
+            # The server does not reach the checkpoint's disk.
             self.load(key, like)
             for array, path in targets.items():
                 tensor_files.write(path, like[array])

@@ -192,7 +192,8 @@ class BucketScheduler:
         mine = self._of(machine)
         for key in keys:
             if mine.leases.pop(key, None) is None:
-                continue  # a repeated request: the lock server was restarted before it replied
+                # A repeated request: the lock server was restarted before it replied.
+                continue
             for task, missing in list(mine.unsaved.items()):
                 if key in missing:
                     missing.discard(key)
@@ -267,7 +268,8 @@ class BucketScheduler:
         """Lease the partition that the machine's next bucket needs beside one of this bucket, if it may prefetch it."""
         mine, held = self._of(machine), self._keys(bucket)
         if any(self._keys(other) <= held for _, other in self._pending):
-            return None  # the next bucket needs no other partition
+            # The next bucket needs no other partition.
+            return None
         taken = self._taken(machine) | mine.leases.keys() - held
         choices = []
         for task in self._pending:

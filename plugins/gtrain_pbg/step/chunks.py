@@ -91,6 +91,7 @@ class ChunkTraining:
         same = tables[0].value.data_ptr() == tables[1].value.data_ptr()
         sums: list[GradientSums] = []
         for end, table in enumerate(tables[:1] if same else tables):
+            # At most one slot per row of the table, and per position of the batch.
             most = min(len(table.value), (len(batch) + batch.drawn[end].numel()) * (1 + same))
             rows = self._work.take(f"summed {end}", most, dtype=torch.int64)
             gradient = self._work.take(f"sums {end}", most, self._width)
@@ -105,6 +106,7 @@ class ChunkTraining:
             return kernels.Scratch(
                 query, score, by_query, none, none, none, self._zeros(columns, wide), none, none, none
             )
+        # Two bfloat16 per word, the last of an odd number padded.
         pairs = -(-columns // 2)
         shapes = [(m, pairs), (-(-m // 2), self._width), (count, pairs), (pairs, wide)]
         shapes += [(-(-count // 2), self._width), (m, -(-count // 2)), (-(-m // 2), wide)]

@@ -116,6 +116,7 @@ class BatchLayout(SideLayout):
             spread: which of the two.
         """
         m, stride = self.chunk_size, self.chunk_size + self.uniform * spread
+        # The incomplete chunk cannot be part of a view with a fixed stride.
         if begin == self.full:
             return tensor[begin * stride : begin * stride + self.edges - begin * m].unsqueeze(0)
         return tensor[begin * stride : end * stride].view(end - begin, stride, -1)[:, :m]
@@ -131,7 +132,8 @@ class BatchLayout(SideLayout):
         return view[:, m:] if skip else view
 
 
-@lru_cache(maxsize=256)  # few sizes occur: each computes its spots once
+# Few sizes occur: each computes its spots once.
+@lru_cache(maxsize=256)
 def _layout(edges: int, chunk_size: int, uniform: int) -> BatchLayout:
     return BatchLayout(chunk_size, uniform, edges)
 
@@ -151,6 +153,7 @@ def layout_of(recipe: EdgeRecipe, edges: int, nodes: int) -> BatchLayout:
 
 def bits(tensor: Tensor) -> Array:
     """Return a tensor's memory for kernels, which take bfloat16 as uint16."""
+    # numpy has no bfloat16.
     return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 

@@ -38,7 +38,8 @@ def lowest_format(recipe: ModelRecipe, dtype: torch.dtype) -> str:
         dtype: of tables and parameters.
     """
     if dtype != torch.float32:
-        return "float32"  # products of float64 are in float64, whatever was set
+        # Products of float64 are in float64, whatever was set.
+        return "float32"
     return min((_lowest_of_group(group) for group in recipe.groups), key=FORMATS.index)
 
 

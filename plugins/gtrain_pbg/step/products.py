@@ -206,6 +206,7 @@ class RoundedQueryBlock(QueryBlock):
         self._block = ScoreBlock(memory, *factors, gradient, chunk.scale[part], dither(chunk.gradient.size(1)))
 
     def products(self) -> ScoreBlock:
+        # int8 times int8, summed in int32: exact, since 127 * 127 * D stays below 2**31 for any D in use.
         torch._int_mm(self._queries, self._transposed, out=self._scores)
         return self._block
 
@@ -245,9 +246,13 @@ class RoundedChunk(ChunkGroup):
     def backward(self) -> None:
         chunk, rows, (of_queries, of_candidates) = self._integers, self._rows, self._answers
         queries, candidates, fractions = chunk.queries, chunk.candidates, dither(chunk.even.size(1))
+        # One scale for all candidates: it must be a factor of the whole sum over k, which an integer product cannot
+        # weigh.
         factor = rounding.equalize_scales(candidates.target, candidates.scale, fractions, chunk.even.numpy())
         torch._int_mm(chunk.gradient, chunk.even, out=chunk.by_queries)
         self._gather(chunk.by_queries, chunk.scale * factor, of_queries, rows.candidates, rows.by_queries)
+        # The rows s[i] Q[i] with one scale: the sum over i cannot weigh them either. In place, since Q is not read
+        # again.
         factor = rounding.equalize_scales(queries.target, queries.scale * chunk.scale, fractions, queries.target)
         torch._int_mm(chunk.gradient.T, queries.rows, out=chunk.by_candidates)
         scale = np.full(self.columns, factor, dtype=np.float32)
@@ -261,4 +266,5 @@ class RoundedChunk(ChunkGroup):
 @lru_cache(maxsize=8)
 def dither(columns: int) -> Array:
     """Return the random fractions of :mod:`gtrain_pbg.kernels.rounding`."""
+    # A fixed seed: a repeated run rounds alike.
     return np.random.default_rng(0).random(rounding.SPAN + columns, dtype=np.float32) - np.float32(0.5)

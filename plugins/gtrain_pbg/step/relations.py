@@ -129,6 +129,7 @@ class RelationOperator:
 
     def _by_relation(self, layout: BatchLayout, relation: Tensor) -> list[tuple[int, Tensor, Tensor]]:
         """Return each relation with its edges and their rows: one matrix product each."""
+        # The common case of one relation per batch needs no sort.
         if layout.edges and bool((relation == relation[0]).all()):
             return [(int(relation[0]), torch.arange(layout.edges), layout.spots)]
         order = relation.argsort(stable=True)

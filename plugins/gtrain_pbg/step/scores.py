@@ -200,6 +200,7 @@ class SideScores:
         if self._comparator == losses.SQUARED:
             product = 2 * by_apart
         elif self._comparator == losses.ROOT:
+            # The same threshold as in _by_product of the kernels, where float32 rounds sqrt(TINY).
             far = self._distance < -math.sqrt(losses.TINY) * 1.0001
             product = torch.where(far, -by_apart / self._distance, 0)
         ends = compact(self._work, layout, queries).numpy(), candidates.rows.numpy()

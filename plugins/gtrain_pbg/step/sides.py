@@ -85,6 +85,7 @@ class SideOperands:
         ids = work.take(f"{name} ids", n, dtype=torch.int64)
         if recipe.all_negs:
             ids[: layout.edges] = ends
+            # All nodes are candidates, in the order of their ids, so that an answer's column is its id.
             torch.arange(layout.uniform, out=ids[layout.edges :])
         else:
             kernels.lay_out(ends.numpy(), drawn.numpy(), layout, ids.numpy())
@@ -118,7 +119,8 @@ class SideOperands:
         if operator is not None:
             queries = replace(self.operand(f"{name} moved", n, columns, source.bias, source.by_bias), spread=False)
             operator.forward(source.rows, layout, relation, queries.rows, queries.low)
-        elif self._recipe.all_negs:  # the endpoints come first, and the other side may have another number of rows
+        elif self._recipe.all_negs:
+            # The endpoints come first, and the other side may have another number of rows.
             low = None if source.low is None else source.low[:n]
             queries = replace(source, rows=source.rows[:n], low=low, spread=False)
         else:

@@ -95,6 +95,7 @@ class TrainingStep:
             lost = self._chunks(batch, tables, weight, table_rule)
             self._update_relations(batch.relation, (), relation_rule)
             return lost * total, total
+        # Only ends of one partition can be the same node.
         same = heads.value.data_ptr() == tails.value.data_ptr()
         self._loops = batch.heads == batch.tails if recipe.self_negs and same else None
         head, tail = (
@@ -122,6 +123,7 @@ class TrainingStep:
         if self._relation_weight is not None:
             weight.mul_(self._relation_weight[batch.relation])
         total = kernels.count_total(weight.numpy())
+        # The batch's loss is a mean. The least positive number stands in for a total of 0, where all weights are 0.
         weight.div_(max(total, torch.finfo(self.dtype).tiny))
         return weight, total
 
@@ -149,6 +151,8 @@ class TrainingStep:
     ) -> float:
         """Static relations: all tails, drawn ones too, are transformed by the one relation of the batch."""
         recipe, (head, tail) = self.recipe, sides
+        # One chunk without drawn nodes: every row of the side counts as an edge's, so the operator transforms all of
+        # them.
         flat = BatchLayout(tail.layout.rows, 0, tail.layout.rows)
         relation = self.work.take("relation", flat.edges, dtype=torch.int64).fill_(int(batch.relation[0]))
         rows = self._sides.operand("moved", flat.edges, recipe.dimension, tail.rows.bias, tail.rows.by_bias)
@@ -198,6 +202,7 @@ class TrainingStep:
             query.gradient.add_(rows * own.gradient.unsqueeze(1))
         if self.recipe.bias:
             if own is not None:
+                # The endpoint's score against itself has its bias twice, as query and as candidate.
                 query.by_bias.add_(own.gradient, alpha=2)
             side.rows.by_bias.index_add_(0, side.layout.spots, query.by_bias)
         by_end = self._sides.backward(f"query {given}", query, side.layout, of_query=True)

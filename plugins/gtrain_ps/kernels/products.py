@@ -36,11 +36,14 @@ def forward(width: int, ids: Any, offsets: Any, values: Any, weighted: bool, tab
         table: ``[n, d]``.
         out: ``[m, d]``.
     """
+    # Look-ahead positions are clamped to the last entry: prefetching it again is cheaper than a branch.
     last = len(ids) - 1
     for row in range(len(offsets) - 1):
         for column in range(width):
             out[row, column] = 0
         entry, end = offsets[row], offsets[row + 1]
+        # One row of Y is read and written per four rows of W: these loops are bound by memory traffic, not by
+        # arithmetic.
         while entry + 3 < end:
             for ahead in range(4):
                 prefetch_next_row(table, ids[min(entry + ahead + _PREFETCH_DISTANCE, last)], width)

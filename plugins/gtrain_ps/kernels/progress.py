@@ -54,9 +54,11 @@ class UpdateProgress(NamedTuple):
             state: the optimizer's tensors ``[n, d]`` or ``[n]``, in the order of the rule.
         """
         started, done, row, index = self.marker.tolist()
+        # The change is complete once DONE exceeds the row's index; ROW alone may be left over from the row before.
         if started != step or row < 0 or index < done:
             return
         table[row] = self.backup[0]
+        # backup[0] is the row itself, the state follows in the order of the rule.
         for tensor, before in zip(state, self.backup[1:], strict=False):
             tensor[row] = before if tensor.ndim == 2 else before[0]
         self.marker[ROW] = -1
@@ -97,6 +99,8 @@ def start_row(width: int, index: int, row: int, table: Any, state: Any, progress
     for column in range(width):
         progress.backup[0, column] = table[row, column]
     fence()
+    # INDEX is written after ROW: a process killed between the two leaves the old index, which is below DONE, so that
+    # nothing is undone. Nothing was changed yet either.
     progress.marker[ROW] = row
     fence()
     progress.marker[INDEX] = index

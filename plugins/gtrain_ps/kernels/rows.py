@@ -53,6 +53,7 @@ def locate_ids(ids: Any, multiplier: int, modulus: int, height: int, block: Any,
     Returns:
         -1, or the first entry whose id is out of range.
     """
+    # Quotients are below 2**31 and their relative errors near 2**-52, so each is wrong by at most one.
     inverse, per = 1.0 / modulus, 1.0 / height
     for entry in range(len(ids)):
         number = np.int64(ids[entry])
@@ -73,6 +74,7 @@ def locate_ids(ids: Any, multiplier: int, modulus: int, height: int, block: Any,
         elif rest >= height:
             owner += 1
             rest -= height
+        # Blocks fit into uint8 and positions into int32: the columns that the next passes read are narrow.
         block[entry] = owner
         position[entry] = rest
     return -1
@@ -140,13 +142,16 @@ def group(ids: Any, offsets: Any, latest: Any, unique: Any, first: Any, followin
         for entry in range(offsets[row], offsets[row + 1]):
             prefetch_entry(latest, ids[min(entry + _PREFETCH_ENTRIES, last)])
             number = ids[entry]
+            # ``latest`` is the head of the id's chain, 1-based, so that the array needs no initialisation but zeros.
             before = latest[number]
             latest[number] = entry + 1
             following[entry] = before - 1
             row_of[entry] = row
-            unique[count] = number  # overwritten unless it is new; a branch would be mispredicted too often
+            # Overwritten unless it is new; a branch would be mispredicted too often.
+            unique[count] = number
             count += before == 0
     for index in range(count):
+        # Reset only the entries that were set: the block may have a thousand times as many rows.
         prefetch_entry(latest, unique[min(index + _PREFETCH_ENTRIES, count - 1)])
         first[index] = latest[unique[index]] - 1
         latest[unique[index]] = 0
@@ -193,6 +198,7 @@ def copy_rows(
     for index in range(len(chosen)):
         ahead = chosen[min(index + _PREFETCH_ROWS, len(chosen) - 1)] - low
         if 0 <= ahead < high - low:
+            # An entry has at most eight bytes, so a cache line has at least eight entries.
             for entry in range(starts[ahead], starts[ahead + 1], 8):
                 prefetch_entry(ids, entry)
                 prefetch_entry(values, entry)

@@ -17,6 +17,7 @@ import numpy as np
 
 from gtrain.kernels.options import BARE, FAST, by_type
 
+# A function's code depends on the type of the rule, so the loop over rows has no test of the rule.
 _compiled: Any = partial(by_type, jit_options={**BARE, "fastmath": FAST})
 
 

@@ -49,6 +49,7 @@ def sum_row(width: int, first: int, grouped: Any, gradient: Any, total: Any) -> 
     a = first
     while a >= 0:
         b = following[a]
+        # Four links of the chain are read ahead, so that their rows of dY are loaded together.
         c = following[b] if b >= 0 else -1
         d = following[c] if c >= 0 else -1
         i, u = row_of[a], values[a] if weighted else one
@@ -112,11 +113,13 @@ def _update_rows(
     """
     number, count, unique = table.dtype.type, grouped.num_ids, grouped.unique
     decay = number(rule.weight_decay)
+    # |dY_i|^2 once per row of dY, although many rows of the table may read it.
     for index in range(len(lengths)):
         length = number(0)
         for column in range(width):
             length += gradient[index, column] * gradient[index, column]
         lengths[index] = length
+    # After a restart: the rows before DONE have this step's change already.
     for index in range(progress.marker[DONE] if progress.safe else 0, count):
         ahead = unique[min(index + _PREFETCH_DISTANCE, count - 1)]
         prefetch_next_row(table, ahead, width)
@@ -124,7 +127,9 @@ def _update_rows(
         row, entry = unique[index], grouped.first[index]
         only, u = grouped.row_of[entry], grouped.values[entry] if grouped.weighted else number(1)
         alone = takes_factor(rule) and grouped.following[entry] < 0 and decay == 0
+        # With weight decay the gradient depends on the row itself, so its length must be computed.
         norm = u * u * lengths[only] if alone else sum_row(width, entry, grouped, gradient, total)
+        # A zero gradient changes nothing, neither state nor weight decay, as in gtrain.nn.rules.
         if norm == 0:
             continue
         if progress.safe:
@@ -136,6 +141,7 @@ def _update_rows(
                     total[column] += decay * table[row, column]
                     norm += total[column] * total[column]
             multiple = factor(rule, width, row, norm, state, table)
+            # The row of dY is used in place: it was never copied to ``total``.
             if alone:
                 multiple *= u
                 for column in range(width):

@@ -215,7 +215,8 @@ class Engine:
 
     def _multiply(self, request: ProductRequest) -> None:
         key = None if request.call is None else (request.worker, request.call)
-        if key is not None and request.step < self.version:  # the step was applied while the request waited
+        if key is not None and request.step < self.version:
+            # The step was applied while the request waited.
             self._reply_product(request, None if self.replay is None else self.replay.product(request))
             return
         if key is not None:

@@ -15,7 +15,8 @@ from gtrain.memory import pages
 
 HEADER_BYTES = 1 << 20
 PAGE = mmap.ALLOCATIONGRANULARITY
-_SLOTS = 2  # of the directory: one is complete while the other is written
+# Of the directory: one is complete while the other is written.
+_SLOTS = 2
 _SLOT_BYTES = (HEADER_BYTES - PAGE) // _SLOTS
 
 

@@ -105,7 +105,8 @@ class ReplayBuffer:
         if self._history.has(step):
             return
         last_step, carried = self._carried
-        if last_step != step - 1:  # a restarted server: copy, because the slot's memory will hold another step
+        if last_step != step - 1:
+            # A restarted server: copy, because the slot's memory will hold another step.
             carried = {name: tensor.clone() for name, tensor in _carried(self._history.read(step - 1)).items()}
         entries = dict(carried)
         for worker, commit in commits.items():

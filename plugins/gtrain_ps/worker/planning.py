@@ -42,7 +42,8 @@ def plan_of(
         verbose: whether to print the costs of the plans.
     """
     width = layer.table.dim
-    if isinstance(layer, Embedding):  # a lookup would send its ids to every column block
+    if isinstance(layer, Embedding):
+        # A lookup would send its ids to every column block.
         return Plan("pull", *grid_shapes("row", servers, width)[0])
     plans = allowed_plans(settings.protocol, settings.split, servers, width)
     if len(plans) == 1:

@@ -188,6 +188,7 @@ class ProgressRecorder:
 def _numpy_state() -> Any:
     """Return the part of NumPy's global generator that changes with its use."""
     generator = np.random.mtrand.get_bit_generator()
-    if isinstance(generator, np.random.MT19937):  # its words and the position, without building a dictionary
+    if isinstance(generator, np.random.MT19937):
+        # Its words and the position, without building a dictionary.
         return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
     return repr(generator.state)

@@ -196,7 +196,8 @@ class ServerTableStorage(RemoteTableStorage):
                     request.result()
 
     def state(self) -> dict[str, Any]:
-        return {}  # blocks are files of the checkpoint, see gtrain_ps.checkpoints
+        # Blocks are files of the checkpoint, see gtrain_ps.checkpoints.
+        return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
         assert not state

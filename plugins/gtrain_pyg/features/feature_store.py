@@ -219,7 +219,8 @@ class FeatureStore:
         Raises:
             DataError: an id is out of range.
         """
-        ids = read_only(np.ascontiguousarray(ids, np.int64))  # as the bitmap is: numba compiles per mutability
+        # As the bitmap is: numba compiles per mutability.
+        ids = read_only(np.ascontiguousarray(ids, np.int64))
         location = self.pool.take(ids.size)
         offsets = self._hosted.offsets(graph_type)
         bits, ranks = _NO_CACHE
@@ -292,7 +293,8 @@ class Prefetcher:
     ) -> None:
         self._features, self._tables, self._histories, self._dtype = features, tables, histories, dtype
         self._batches = batches
-        self._recent: deque[PendingRequests | None] = deque()  # the requests of the batches whose rows are held
+        # The requests of the batches whose rows are held.
+        self._recent: deque[PendingRequests | None] = deque()
         self._held_bytes = self._largest_batch = 0.0
         self._row_bytes = {t: sum(table.row_bytes for table in tables[t].values()) for t in histories}
         self._sequence = 0

@@ -72,7 +72,8 @@ def locate(
     parts, part, num_hosted, num_cached = hosted.size, 0, 0, 0
     for i in range(ids.size):
         node = ids[i]
-        if node < offsets[part] or node >= offsets[part + 1]:  # successive ids are mostly of the same part
+        if node < offsets[part] or node >= offsets[part + 1]:
+            # Successive ids are mostly of the same part.
             if node < 0 or node >= offsets[parts]:
                 return num_hosted, num_cached, i
             part = np.searchsorted(offsets, node, side="right") - 1

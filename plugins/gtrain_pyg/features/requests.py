@@ -261,7 +261,8 @@ class RequestHistory:
         per_owner = max(1, -(-missed // self._chunk))
         if per_owner > self._per_owner:
             self._per_owner = 1 << (per_owner - 1).bit_length()
-            self.clear()  # the segments of earlier batches are numbered differently
+            # The segments of earlier batches are numbered differently.
+            self.clear()
         if self._wide and self._used + missed > self._map.shape[0] * 3 // 4:
             larger = np.zeros((1 << (2 * (sum(self._sizes) + missed)).bit_length(), 2), np.int64)
             self._used = kernels.rehash(self._map, oldest, larger)

@@ -111,6 +111,7 @@ class SampleRequest:
                 f"{len(limits)} types.",
                 hint="have all ranks open the same store.",
             )
+        # The wire may carry int32; the kernels are compiled for int64.
         node = tensors.pop(0).numpy().astype(np.int64, copy=False)
         subgraph = tensors.pop(0).numpy() if fields["subgraph"] else None
         limit = tensors.pop(0).numpy() if fields["limit"] else None
@@ -189,6 +190,7 @@ class SampleServer:
         self._source_dtype = index_dtype(max(int(starts[-1]) for starts in book.offsets.values()))
         edges = [int(np.diff(starts)[part]) for starts in book.edge_offsets.values()]
         self._position_dtype = index_dtype(max(edges, default=0))
+        # Requests of several peers are served in several threads, each with buffers of its own.
         self._memory = threading.local()
 
     def __call__(self, message: Message) -> Message:
@@ -216,6 +218,7 @@ class SampleServer:
         frontiers = dict(zip(store.node_types, request.frontiers, strict=True))
         for relation, (edge_type, number) in enumerate(zip(store.edge_types, request.counts, strict=True)):
             frontier = frontiers[edge_type[2]]
+            # Edge types without a choice are not listed in the reply; the requesting rank knows which these are.
             if number == 0 or not frontier.node.size:
                 continue
             columns, rule, edges = graph.columns[edge_type][self._part], graph.rules[edge_type], memory.edges[relation]
@@ -363,6 +366,7 @@ class HopSampler:
             if columns is not None and frontier.node.size:
                 choose(columns, frontier.under(rule), choice, edges, state.spans)
                 if part not in remote:
+                    # From positions within the part to global positions.
                     edges.position[start : edges.size] += book.edge_offsets[edge_type][part]
             segments[part] = slice(start, edges.size)
         return segments

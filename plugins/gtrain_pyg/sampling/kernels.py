@@ -156,6 +156,7 @@ def merge_edges(
     for i in range(rows.size):
         start = edge
         if rows[i] >= 0:
+            # ``copied`` lists edges by target, so those of this target come next; it may have none.
             while chosen < copied.column.size and copied.column[chosen] == target[i]:
                 out.row[edge] = copied.row[chosen]
                 out.position[edge] = first_edge + copied.position[chosen] + shift[rows[i]]

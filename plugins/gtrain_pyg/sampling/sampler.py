@@ -229,6 +229,7 @@ class ReverseEdges:
         Returns:
             The types whose ``position`` no longer identifies the edges, since some came from another type.
         """
+        # Copies: an edge type may be completed from one that has been completed already.
         before = {t: tuple(a[: e.size].copy() for a in (e.row, e.column, e.position)) for t, e in edges.items()}
         for edge_type, reverse in self._reverse_of.items():
             if reverse is not None:
@@ -251,6 +252,7 @@ def _reverse(edge_type: EdgeType, edge_types: Sequence[EdgeType]) -> EdgeType | 
 
 def _set_unique(edges: EdgeBuffer, row: Array, column: Array, position: Array) -> None:
     """Replace edges by the first of each pair of source and target."""
+    # One integer per pair, ordered by target and then source.
     key = column * (int(row.max(initial=0)) + 1) + row
     _, first = np.unique(key, return_index=True)
     edges.size = 0

@@ -75,6 +75,7 @@ class FrontierByOwner:
 
     def __init__(self, offsets: Array) -> None:
         self._offsets = offsets
+        # A rank number in 16 bits where it fits: the array is written and read once per hop.
         self._owner = np.empty(0, np.int16 if offsets.size < 1 << 15 else np.int32)
         self._starts = np.zeros(offsets.size, np.int64)
         self._target, self._node, self._subgraph, self._limit = (scratch.empty() for _ in range(4))
@@ -93,6 +94,7 @@ class FrontierByOwner:
         size, low = local_ids.size, int(local_ids[0])
         node, target = nodes.node[low : low + size], local_ids
         subgraph = nodes.batch[low : low + size] if disjoint else self._subgraph[:0]
+        # With a single part the frontier is grouped already.
         if self._starts.size > 2:
             self._owner, self._node = scratch.grown(self._owner, size), scratch.grown(self._node, size)
             self._target = scratch.grown(self._target, size)
@@ -100,6 +102,7 @@ class FrontierByOwner:
             node, target = self._node[:size], self._target[:size]
             if disjoint:
                 self._subgraph = scratch.grown(self._subgraph, size)
+                # mode="clip": with its own range check numpy would buffer the output.
                 subgraph = np.take(subgraph, target - low, out=self._subgraph[:size], mode="clip")
             self.bounds = self._starts.tolist()
         else:
@@ -146,6 +149,7 @@ class BatchEdges(scratch.EdgeBuffer):
         size = self.size + extra
         if size <= self.row.size:
             return
+        # The last batch's size is a good guess, so that a batch rarely grows more than once.
         room = max(size, self._expected, self.row.size * 3 // 2)
         former = self.row, self.column, self.position
         self._set_memory(self._pool.take((2, room), np.int64), self._pool.take((room,), np.int64))
@@ -159,6 +163,7 @@ class BatchEdges(scratch.EdgeBuffer):
 
     def hand_over(self) -> tuple[Array, Array]:
         """Return ``edge_index`` ``[2, size]`` and ``position`` ``[size]``, and release both."""
+        # A sixteenth more: batches differ a little in size.
         self._expected = self.size + self.size // 16
         flat, room = self._ends.reshape(-1), self._ends.shape[1]
         _move(flat, slice(room, room + self.size), self.size)  # closes the gap between the two rows

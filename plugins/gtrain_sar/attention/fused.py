@@ -53,7 +53,8 @@ from gtrain_sar.kernels import (
     attention_forward,
 )
 
-MOST_ROWS = 1 << 12  # of a message, which is in memory twice: as it is sent and as it is received
+# Of a message, which is in memory twice: as it is sent and as it is received.
+MOST_ROWS = 1 << 12
 LEAST_ROWS = 1 << 9  # the last messages are small, so that little work remains after their arrival
 
 _CHUNK = 1 << 13  # rows of a product that are in memory at once
@@ -61,8 +62,10 @@ RowDots = Callable[[Tensor, int, int], None]
 """Computes the rows ``low .. high-1`` of a tensor, given the tensor, ``low`` and ``high``."""
 CompleteRows = Callable[["AttentionBackward", Tensor | None], None]
 """Receives the local rows whose gradients are complete, int64, or None for all of them."""
-_SPREAD = 60.0  # exp(2 * _SPREAD) would overflow float32
-_AHEAD = 8  # messages in flight beside the one that is processed; answers are sent between them
+# exp(2 * _SPREAD) would overflow float32.
+_SPREAD = 60.0
+# Messages in flight beside the one that is processed; answers are sent between them.
+_AHEAD = 8
 _AHEAD_IN_MODE_1 = 4  # for each block of ``strategy.prefetch``
 
 
@@ -155,7 +158,8 @@ def _exchange_edges(blocks: EdgeBlocks) -> ReaderPlan:
     messages: list[ReaderEdges] = []
     with uncounted(group):
         lengths = torch.tensor([[len(b), len(t)] for b, t in zip(hashed, targets, strict=True)], dtype=torch.int64)
-        all_lengths = group.all_gather(lengths)  # of each rank [rounds, 2]: edges, targets
+        # Of each rank [rounds, 2]: edges, targets.
+        all_lengths = group.all_gather(lengths)
         for r in range(1, exchange.rounds):
             num_edges, num_targets = all_lengths[peers(group, r)[0]][r].tolist()
             incoming = targets[r].new_empty((3, num_edges), dtype=torch.int32)
@@ -281,7 +285,8 @@ def attention_blocks(
     rest: list[Tensor] = []
     at_owners = trains and _runs_at_owners(settings)
     arriving = stream(rows, schedule.window, produce)
-    first = next(arriving)  # posts the exchange before memory is filled
+    # Posts the exchange before memory is filled.
+    first = next(arriving)
     out = x.new_zeros((blocks.num_targets, *x.shape[1:]))
     state = AttentionState(out, target.new_full(target.shape, float("-inf")), torch.zeros_like(target))
     for r, (block_x, block_source) in chain([first], arriving):
@@ -367,7 +372,8 @@ class AttentionBackward:
 
     def _block(self, r: int, x: Tensor, source: Tensor, dx: Tensor, dsource: Tensor) -> None:
         """Add block r's gradients to ``dx`` and ``dsource`` of its sources, and to the targets'."""
-        self.make_delta(len(self.delta))  # frees the layer's result, before gradients are allocated
+        # Frees the layer's result, before gradients are allocated.
+        self.make_delta(len(self.delta))
         inputs = AttentionInputs(x, source, self.target, self.settings.slope, self.settings.dropout)
         saved = TargetGradients(self.lse, self.delta, self.grad)
         attention_backward(
@@ -503,7 +509,8 @@ class _Messages:
         outgoing = self._packet(len(targets), folded=_fold_lse(extremes))
         rows, logit, *rest, seed = outgoing.pieces
         gather(backward.grad, targets, rows)
-        if len(rest) == 1:  # exp(-lse) becomes a factor of the rows, relative to the block's largest logit
+        if len(rest) == 1:
+            # exp(-lse) becomes a factor of the rows, relative to the block's largest logit.
             scale = (leaky_relu(extremes[0] + target, backward.settings.slope) - lse).exp()
             rows.mul_(scale.unsqueeze(-1))
             delta = delta * scale

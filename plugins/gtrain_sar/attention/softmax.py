@@ -98,7 +98,8 @@ def _is_independent_of_other_edges(call: PropagateCall, block: EdgeBlock, run: C
     training, call.conv.training = call.conv.training, False
     try:
         whole = run(block)
-        for part in (slice(0, None, 2), slice(1, None, 2)):  # a target's two edges are in different parts
+        # A target's two edges are in different parts.
+        for part in (slice(0, None, 2), slice(1, None, 2)):
             if not torch.allclose(run(block.select(part)), whole[part], rtol=1e-6, atol=0.0):
                 return False
     finally:
@@ -149,7 +150,8 @@ def _kept(call: PropagateCall, schedule: Schedule) -> Tensor:
             indices.append(block.targets)
     if data:
         weights = pyg_softmax(torch.cat(logits), torch.cat(indices), num_nodes=call.blocks.num_targets)
-        torch.set_rng_state(state[0])  # the first pass, for the logits, must not consume random numbers
+        # The first pass, for the logits, must not consume random numbers.
+        torch.set_rng_state(state[0])
         for (r, tensors), piece in zip(data, weights.split([len(block) for block in logits]), strict=True):
             messages[r] = _messages(call, r, tensors, lambda logits, index, piece=piece: piece)  # type: ignore[misc]
     return mean_or_sum(call, messages)

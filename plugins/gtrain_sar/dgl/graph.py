@@ -464,7 +464,8 @@ def _pass_messages(graph: ShardGraph, message: Any, reduce: Any) -> Messages:
 
 def _reduce_by_function(graph: ShardGraph, messages: Messages, reduce: Callable[[NodeBatch], Messages]) -> Messages:
     """Reduce the mailbox of each node, of all nodes with the same in-degree together, as DGL does."""
-    block, order = graph._graph.whole.ordered  # the first access is an exchange, in which all ranks take part
+    # The first access is an exchange, in which all ranks take part.
+    block, order = graph._graph.whole.ordered
     if not graph.num_edges():
         return _reduce_nothing(graph, messages, reduce)
     with block.local_scope():

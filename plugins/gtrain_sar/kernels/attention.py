@@ -162,10 +162,12 @@ def _raise_top(top: Any, total: Any, out: Any, i: int, peak: Any, heads: int, ch
         if new > old:
             top[at] = new
             if total[at] != 0:
+                # Before the row's first edge there is nothing to rescale.
                 factor = np.exp(old - new)
                 total[at] *= factor
                 scale_by(out, at * channels, factor, channels)
-        elif new == -np.inf:  # all logits are -inf too, and their exponentials 0
+        elif new == -np.inf:
+            # All logits are -inf too, and their exponentials 0.
             peak[h] = 0
 
 
@@ -193,11 +195,8 @@ def _forward(
     heads, channels = x.shape[1], x.shape[2]
     rows, ptr, slope, scale = block.rows, block.ptr, x.dtype.type(slope), x.dtype.type(dropout.scale)
     width, end = heads * channels, ptr[last]
-    flat, left, right = (
-        data(x),
-        data(source),
-        data(target),
-    )  # (sources, heads, channels), (sources, heads), (targets, ...)
+    # (sources, heads, channels), (sources, heads), (targets, heads)
+    flat, left, right = data(x), data(source), data(target)
     column, position = data(block.columns), data(block.edges)
     sums, peaks, totals = data(state.out), data(state.top), data(state.total)
     scratch, target_of = np.empty((2 * _GROUP + 1, heads), x.dtype), np.empty(_GROUP, np.int64)
@@ -217,7 +216,9 @@ def _forward(
                 for h in range(heads):
                     logit[e * heads + h] -= peak[h]
             low = high
+            # A row that continues in the next group is visited again there; its maximum may rise once more.
             row += high == ptr[row + 1]
+        # All arguments are at most 0, because the row's maximum was subtracted: nothing overflows.
         exp_all(part, (stop - start) * heads)
         if dropout.threshold > 0:
             _fill_masks(mask, position, start, stop - start, heads, dropout, scale)
@@ -229,6 +230,8 @@ def _forward(
                 p = part[at]
                 totals[i * heads + h] += p
                 if dropout.threshold > 0:
+                    # Dropout applies to the weighted sum only: PyG drops coefficients after the softmax, so the total
+                    # counts all edges.
                     p *= mask[at]
                 add_scaled(sums, i * width + h * channels, flat, j * width + h * channels, p, channels)
         start = stop
@@ -243,6 +246,7 @@ def _finish(state: Any, lse: Any) -> None:
         for h in range(heads):
             s = state.total[i, h]
             lse[i, h] = state.top[i, h] + np.log(s)
+            # A target without edges keeps the zeros of the initial state.
             if s != 0:
                 scale_by(flat, (i * heads + h) * channels, 1 / s, channels)
 
@@ -258,9 +262,11 @@ def _exponents(
         i, at = columns[e] * heads * 4, (e - low) * heads
         for h in range(heads):
             z = source[j * heads + h] + packed[i + h]
+            # leaky_relu'(0) is the slope, as in torch.
             negative = not z > 0
             logit = z * slope if negative else z
             steep[at + h] = slope if negative else 1
+            # -inf - lse is NaN where all logits of a target are -inf.
             part[at + h] = logit if logit == -np.inf else logit - packed[i + _LSE * heads + h]
 
 
@@ -278,11 +284,14 @@ def _backward(
     rows, ptr, slope, scale = block.rows, block.ptr, x.dtype.type(slope), x.dtype.type(dropout.scale)
     width, end = heads * channels, ptr[last]
     flat, left, grad, target = data(x), data(source), data(gradient), data(packed)
+    # (targets, heads, channels), (targets, 4, heads)
     column, position = data(block.columns), data(block.edges)
-    total, of_source = data(dx), data(dsource)  # (sources, heads, channels), (sources, heads)
+    # (sources, heads, channels), (sources, heads)
+    total, of_source = data(dx), data(dsource)
     scratch, source_of = np.empty((3 * _GROUP, heads), x.dtype), np.empty(_GROUP, np.int64)
     part, mask, steep = data(scratch), data(scratch[_GROUP:]), data(scratch[2 * _GROUP :])
     row, start = first, ptr[first]
+    # Without dropout the mask is 1, so that the loop below has no branch.
     for k in range(_GROUP * heads):
         mask[k] = 1
     while start < end:
@@ -304,7 +313,11 @@ def _backward(
                 at = (e - start) * heads + h
                 a, m = part[at], mask[at]
                 to, of = j * width + h * channels, i * width + h * channels
+                # One pass over the target's gradient row serves both the inner product and the gradient of the source's
+                # row.
                 inner = dot_and_add_scaled(total, flat, to, grad, of, a * m, channels)
+                # The mask stands with <g, x> only: delta is the inner product with the output, which has the mask
+                # already.
                 q = a * (m * inner - target[(i * 4 + _DELTA) * heads + h]) * steep[at]
                 of_source[j * heads + h] += q
                 target[(i * 4 + _GRADIENT) * heads + h] += q

@@ -132,10 +132,12 @@ def attention_forward(block: CompressedEdges, inputs: AttentionInputs, state: At
     for chunk in _chunks(block, x):
         logit = leaky_relu(source.index_select(0, chunk.columns) + target.index_select(0, chunk.rows), slope)
         new.scatter_reduce_(0, _index_like(chunk.rows, logit), logit, "amax")
+    # Where no edge came yet, top is -inf and the difference may be NaN; total and out are 0 there.
     factor = torch.exp(state.top - new).masked_fill_(state.total == 0, 0)
     state.top.copy_(new)
     state.total.mul_(factor)
     state.out.mul_(factor.unsqueeze(-1))
+    # Rows whose logits are all -inf: subtract 0, so that their exponentials are 0, not NaN.
     base = new.masked_fill(new == float("-inf"), 0)
     for chunk in _chunks(block, x):
         logit = leaky_relu(source.index_select(0, chunk.columns) + target.index_select(0, chunk.rows), slope)
@@ -170,6 +172,7 @@ def attention_backward(
         inner = (rows * x.index_select(0, j)).sum(-1)
         gradients.x.index_add_(0, j, rows * (part * mask).unsqueeze(-1))
         q = part * (mask * inner - saved.delta.index_select(0, i))
+        # leaky_relu'(0) is the slope, as in torch.
         q = torch.where(z > 0, q, q * slope)
         gradients.source.index_add_(0, j, q)
         gradients.target.index_add_(0, i, q)
@@ -181,6 +184,7 @@ def extreme_forward(block: CompressedEdges, x: Tensor, largest: bool, state: Ext
     for chunk in _chunks(block, x):
         messages = x.index_select(0, chunk.columns)
         new.scatter_reduce_(0, _index_like(chunk.rows, messages), messages, "amax" if largest else "amin")
+    # The earlier messages count only where the extreme did not change.
     state.ties.mul_(new == state.out)
     state.out.copy_(new)
     for chunk in _chunks(block, x):

@@ -59,6 +59,7 @@ def _first_lanes(builder: Any, number: Any, count: int) -> Any:
 
 def _declare(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     """Declare an intrinsic function of LLVM; llvmlite's ``declare_intrinsic`` does not support vectors."""
+    # A module may declare a name only once.
     known = builder.module.globals.get(name)
     return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
@@ -95,6 +96,7 @@ def load(typingctx: Any, pointer: Any, position: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         vector = context.get_value_type(lanes)
         address = _pointer_at(builder, vector, *arguments)
+        # The alignment of an item, not of a vector: rows start anywhere.
         return builder.load(address, align=pointer.dtype.bitwidth // 8)
 
     return lanes(pointer, types.intp), generate
@@ -110,6 +112,7 @@ def load_some(typingctx: Any, pointer: Any, position: Any, number: Any) -> Any:
         address = _pointer_at(builder, vector, *arguments[:2])
         mask = _first_lanes(builder, arguments[2], lanes.count)
         inputs = [address.type, _INDEX, mask.type, vector]
+        # A masked load does not touch memory behind the row, which may not be mapped.
         function = _declare(builder, f"llvm.masked.load.{_suffix(vector)}.p0", vector, inputs)
         return builder.call(function, [address, _INDEX(pointer.dtype.bitwidth // 8), mask, ir.Constant(vector, None)])
 
@@ -184,6 +187,7 @@ def total(typingctx: Any, a: Any) -> Any:
         (lanes,) = arguments
         item = lanes.type.element
         function = _declare(builder, f"llvm.vector.reduce.fadd.{_suffix(lanes.type)}", item, [item, lanes.type])
+        # Without reassoc the sum would be sequential, lane after lane.
         return builder.call(function, [ir.Constant(item, 0.0), lanes], fastmath=("reassoc",))
 
     return a.dtype(a), generate

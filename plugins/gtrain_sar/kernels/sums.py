@@ -76,6 +76,7 @@ def _spmm(block: Any, x: Any, out: Any, weight: Any, first: int, last: int) -> N
             if weight is None:
                 add(total, to, source, start, width)
             else:
+                # Weights are in the order of ``edge_index``, not of the block, so they too are read at random.
                 prefetch_row(data(weight), position, e, end, heads)
                 for h in range(heads):
                     c = h * channels
@@ -142,6 +143,7 @@ def _merge(out: Any, ties: Any, to: int, x: Any, start: int, largest: bool, coun
     """Merge one message; a NaN replaces the extreme and remains."""
     for c in range(count):
         new, old, attained = x[start + c], out[to + c], ties[to + c]
+        # new != new is the test for NaN; once the extreme is NaN, no comparison is true and it remains.
         better = (new > old if largest else new < old) or new != new
         out[to + c] = new if better else old
         ties[to + c] = 1 if better else (attained + 1 if new == old else attained)
@@ -157,7 +159,7 @@ def _extreme_forward(block: Any, x: Any, largest: bool, state: Any, first: int, 
         to = rows[k] * width
         for e in range(ptr[k], ptr[k + 1]):
             prefetch_row(source, column, e, end, width)
-            # a constant in each call: the comparison inside the loop vectorises
+            # Two calls, each with a constant: without a branch inside, the loop vectorises.
             if largest:
                 _merge(best, count, to, source, column[e] * width, True, width)
             else:

@@ -46,6 +46,7 @@ def row_ranges(block: CompressedEdges, per_thread: int = _RANGES_PER_THREAD) -> 
         per_thread: the most ranges for each thread; a single thread gets one range.
     """
     ptr, threads = as_numpy(block.ptr), num_threads()
+    # A single thread takes all rows in one range: more would only add calls.
     count = min(threads * per_thread if threads > 1 else 1, int(ptr[-1]) // _RANGE_EDGES)
     if count < 2:
         return [(0, len(ptr) - 1)] if len(ptr) > 1 else []
@@ -82,4 +83,5 @@ def _pool(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="gtrain-sar")
 
 
+# A forked child inherits the pool object without its threads, and would wait for them forever.
 os.register_at_fork(after_in_child=_pool.cache_clear)
