@@ -306,7 +306,7 @@ class GraphStrategy(ParallelStrategy):
         """Make dropout masks independent of the partitioning; all ranks use the seed of rank 0."""
         if self.dropout == "torch":
             return
-        # 62 bits: int64 is the only integer type that a tensor sends, and the seed is hashed anyway.
+        # 62 bits of torch's seed, which is an unsigned number of 64 bits, so that they fit a tensor of int64.
         seed = self.group.broadcast(torch.tensor([torch.initial_seed() & (1 << 62) - 1]))
         self._exact = ExactDropout(module, int(seed), watch_edges=self.watches_edges)
 

@@ -190,7 +190,7 @@ def load_other(
     _check_numbering(path, manifest.get("numbering"), numbering)
     for name in manifest["files"]:
         _check_file(path, manifest, name)
-    # Mapped: only the parameters that this module needs are read, not the optimizer state.
+    # Mapped: tables and their optimizer state may exceed memory.
     checkpoint = _read(path / TRAINER, mmap=True)
     state, rows = checkpoint["state_dict"], {}
     for name, layer in tables(module):

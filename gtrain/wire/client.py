@@ -175,6 +175,7 @@ class Client:
             cause: what these requests raise: a caller that knows why the server is gone need not let others wait for
                 their deadlines.
         """
+        # A forked child has neither the thread nor the right to close the parent's connection.
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -185,6 +186,7 @@ class Client:
             thread = self._thread
         self._deliver()
         self._needs_driver.set()
+        # Not from a callback: the thread would wait for itself.
         if thread is not None and self._driver_thread != threading.get_ident():
             thread.join()
 
@@ -219,7 +221,8 @@ class Client:
                 hint="send it in pieces, or raise max_message_bytes in the Limits of both sides",
             )
         request = PendingRequest(method, body, frames, nbytes, time.monotonic() + seconds, seconds, attended)
-        request.future.set_running_or_notify_cancel()  # a request that was sent cannot be cancelled
+        # A request that was sent cannot be cancelled.
+        request.future.set_running_or_notify_cancel()
         with self._lock:
             self._open()
             self._wait_for_room(request)
@@ -230,6 +233,7 @@ class Client:
                 self._session.link.has_input() or request.deadline < self._wake_at
             ):
                 self._session.wake()
+            # A request larger than the kernel's buffer: the client's own thread sends the rest.
             if self._session.link.unsent:
                 self._needs_driver.set()
         self._deliver()
@@ -280,6 +284,7 @@ class Client:
         """Receive until ``done``, as long as no other thread does; check ``done`` at ``end`` too."""
         if self._driver_thread == threading.get_ident():  # called by a callback
             self._drive(done, end)
+        # If another thread is the driver, it receives this thread's reply too, and _wait() waits for it.
         while not (done() or self._closed) and self._driver.acquire(blocking=False):
             self._driver_thread = threading.get_ident()
             try:
@@ -294,6 +299,7 @@ class Client:
         """Run the client's own thread: receive while requests are pending that no other thread receives for."""
         while not self._closed:
             self._needs_driver.wait()
+            # Cleared before the work: a set() in between is not lost.
             self._needs_driver.clear()
             with self._driver:
                 self._driver_thread = threading.get_ident()

@@ -153,6 +153,7 @@ class ClientSession:
         self._handshake += 1
         self._handshaking = True
         low, finished = self.pending.all_acknowledgements()
+        # Requests that were never sent are not listed; they follow the WELCOME.
         waiting = [sequence for sequence, request in self.pending.requests.items() if request.sent]
         fields = {"limits": self._limits.announce(), "waiting": waiting}
         header = self._header(MessageType.HELLO, "", self._handshake, low, finished)
@@ -197,6 +198,7 @@ class ClientSession:
 
     def _acknowledge_in_time(self) -> None:
         """Send an acknowledgement without waiting for the next request if the replies are many or large."""
+        # An eighth of what the server may hold for this client, so that it rarely has to park requests.
         limit = min(MAX_UNACKNOWLEDGED_BYTES, self._agreed.max_bytes_in_flight // 8)
         if self._ready and (self._unacknowledged_bytes > limit or self._unacknowledged >= MAX_UNACKNOWLEDGED):
             self._acknowledge()
@@ -220,6 +222,7 @@ class ClientSession:
         elif self._ready:
             self._missing_since = None
             oldest = next(iter(self.pending.requests.values()))
+            # Silence counts from the last message, or from the oldest request if that is later.
             if now - max(self._last_message, oldest.deadline - oldest.seconds) > self._limits.silence_seconds:
                 self._last_message = now
                 self._send_hello()
@@ -295,6 +298,7 @@ class ClientSession:
 
     def _welcome(self, header: Header) -> None:
         """Handle a WELCOME: send the requests that the server lacks, fail those that another incarnation may have."""
+        # The reply to an earlier HELLO: the connection was lost and made again meanwhile.
         if header.sequence != self._handshake:
             return
         self._handshaking = False

@@ -198,6 +198,8 @@ def pack_header(header: Header, body: bytes = EMPTY_BODY) -> bytes:
             *(header.server_incarnation, header.low, header.acknowledged),
         )
     )
+    # msgpack cannot append to a list: the front is packed as a list of 9, whose first byte is then replaced by that of
+    # 11.
     return _LIST_OF_11 + front[1:] + body
 
 
@@ -228,6 +230,7 @@ def _check_header(values: list[Any], limits: Limits) -> Header:
     version, number, method, client, client_incarnation, sequence, server_incarnation, low, done, fields, specs = values
     if version != VERSION or type(version) is not int:
         raise _malformed(f"its version is {str(version)[:40]}; this side speaks {VERSION}")
+    # type() and not isinstance(): True is an int, and msgpack may yield it.
     if type(number) is not int or number not in _TYPES:
         raise _malformed(f"its type is {str(number)[:40]}")
     if any(type(name) is not str or len(name) > MAX_NAME for name in (method, client)):

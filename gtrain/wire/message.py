@@ -112,7 +112,9 @@ def spec_bytes(spec: TensorSpec) -> int:
 
 def _memory(tensor: Tensor) -> memoryview:
     """Return the tensor's memory, which keeps the tensor alive; a copy if it is not contiguous or not on the host."""
+    # torch marks conjugated and negated views lazily; their memory has the values before that.
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # numpy lacks some of torch's dtypes, and memory of no dimensions cannot be sliced: send plain bytes.
     if host.dtype not in _NUMPY_DTYPES or not host.dim():
         host = host.view(-1).view(torch.uint8)
     return host.numpy().data

@@ -126,6 +126,7 @@ class PendingRequests:
         return (
             len(self.requests) < limits.max_requests_in_flight
             and self.nbytes + nbytes <= limits.max_bytes_in_flight
+            # A header can acknowledge this many numbers above the mark, so no more may be open.
             and self._next - self.low < MAX_ACKNOWLEDGED
         )
 
@@ -145,6 +146,7 @@ class PendingRequests:
         self.unattended -= not request.attended
         self._finished.add(request.sequence)
         self._unacknowledged.append(request.sequence)
+        # Numbers below the low-water mark are dropped now and then, not one by one.
         if len(self._finished) > 2 * MAX_ACKNOWLEDGED:
             self._finished = {sequence for sequence in self._finished if sequence > self.low}
         if len(self._deadlines) > 2 * MAX_ACKNOWLEDGED:

@@ -70,6 +70,7 @@ class Server:
                 "a server needs either an address or a descriptor", hint="give address= or descriptor=, not both"
             )
         self.name, self.counters = name, Counters()
+        # Random, not counted: a restarted server has no memory of the numbers before it. 0 means unknown.
         self.incarnation = secrets.randbits(62) + 1
         self._handlers, self._limits = handlers, limits
         self._address = address if address is not None else bound_address(descriptor or 0)
@@ -233,6 +234,7 @@ class Server:
         missing = [number for number in waiting if session.status(number) == RequestStatus.NEW]
         body = pack_body("", {"limits": self._limits.announce(), "missing": missing}, (), self._limits)
         self._send(routing, header, MessageType.WELCOME, body, [])
+        # The client may have lost these replies with the connection.
         for number in waiting:
             if number in session.replies:
                 self._resend(session, header, number)
@@ -251,6 +253,7 @@ class Server:
             if header.type == MessageType.REQUEST:
                 self._send(routing, header, MessageType.STALE, EMPTY_BODY, [])
         else:
+            # Least recently used first: the first idle ones are dropped.
             self._sessions.move_to_end(header.client)
             return session
         return None
@@ -285,6 +288,7 @@ class Server:
                 hint="send smaller requests, or raise max_bytes_in_flight in the Limits of both sides",
             )
             self._reply(session, header, self._error_reply(header, error))
+        # Behind others that wait: requests of a client are executed in order.
         elif session.full or session.parked:
             session.park(header, message, nbytes)
         else:
@@ -312,6 +316,7 @@ class Server:
             return
         if isinstance(result, Future):
             session.start(header.sequence, nbytes)
+            # The callback runs in the thread that finishes the future; the loop sends the reply.
             result.add_done_callback(lambda future: self._defer(session, header, future))
         else:
             self._reply(session, header, self._result_reply(session, header, result))

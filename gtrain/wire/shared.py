@@ -143,6 +143,7 @@ class SharedTensors(Mapping[str, Tensor]):
                 "the process that created the directory of shared tensors is gone",
                 hint="look into the log of its machine",
             )
+        # Entries are never removed; those of processes that have ended do not count.
         if any(entry["name"] == name and _AnonymousFile(*entry["file"]).exists() for entry in entries):
             raise WireError(f"shared tensors {name!r} exist already", hint="use another name, or attach to them")
         layout, nbytes = _plan_layout(tensors)
@@ -248,6 +249,7 @@ def _map_tensors(descriptor: int, layout: _TensorLayout) -> dict[str, Tensor]:
 
 def _open(directory: str, name: str) -> tuple[int, _TensorLayout] | None:
     """Return the descriptor and layout of tensors; None if they do not exist or their creator is gone."""
+    # The latest entry first: a restarted process creates tensors of the same name again.
     for entry in reversed(_read_directory(directory) or ()):
         if entry["name"] == name and (descriptor := _AnonymousFile(*entry["file"]).open(os.O_RDWR)) is not None:
             return descriptor, [(key, dtype, tuple(shape), offset) for key, dtype, shape, offset in entry["layout"]]
@@ -260,6 +262,7 @@ def _read_directory(directory: str) -> list[dict[str, Any]] | None:
     if descriptor is None:
         return None
     with open(descriptor) as file:
+        # A line without its end is being written.
         return [json.loads(line) for line in file if line.endswith("\n")]
 
 

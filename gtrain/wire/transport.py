@@ -196,6 +196,7 @@ class Poller:
         self._sleeps = 0 if events else (self._sleeps or SPIN_INTERVAL) - 1
         self.ready = [descriptor for descriptor, _ in events or self._poll.poll(max(0.0, seconds) + 0.001)]
         if self._event in self.ready:
+            # Another thread may have read the wake-up.
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event)
 

@@ -135,6 +135,8 @@ class UnixListener(Listener):
                 self._refusals.report("a process of this machine", str(err.strerror))
                 return
             self._connections += 1
+            # Numbers of connections, not descriptors, which the kernel reuses: a late reply must not reach another
+            # client.
             stream = Stream(sock, self._limits, self._connections.to_bytes(8, "little"))
             self._streams[stream.descriptor] = self._routes[stream.routing] = stream
             self._poller.watch(stream.descriptor)

@@ -100,6 +100,7 @@ class Stream:
         """
         sizes = [frame.nbytes for frame in frames]
         count = len(sizes) + 1
+        # Prelude and header are joined: a small message is one buffer.
         self._unsent.append(struct.pack(f"=4sI{count}Q", MAGIC, count, len(header), *sizes) + header)
         self._unsent.extend(frame for frame in frames if frame.nbytes)
         self.flush()
@@ -125,6 +126,7 @@ class Stream:
             except OSError as err:
                 raise ConnectionEndedError from err
             while sent:
+                # The kernel took a part: drop what was sent, and keep the rest of the first incomplete buffer.
                 buffer = memoryview(unsent.popleft())
                 if sent < buffer.nbytes:
                     unsent.appendleft(buffer.cast("B")[sent:])
@@ -163,9 +165,11 @@ class Stream:
         if self._end - start < 8 * count:
             return False
         sizes = struct.unpack_from(f"={count}Q", self._scratch, start)
+        # Before the allocation: a malformed prelude must not take memory.
         if max(sizes) > self._max_frame_bytes:
             raise ProtocolError
         self._start = start + 8 * count
+        # np.empty does not write zeros into memory that the message overwrites.
         self._frames = [np.empty(size, np.uint8).data for size in sizes]
         self._missing.extend(rest for frame in self._frames if len(rest := self._copy_to(frame)))
         return True
@@ -180,6 +184,7 @@ class Stream:
     def _read(self) -> bool:
         """Read into the scratch buffer; return False if nothing has arrived."""
         if self._start:
+            # A copy, because source and target overlap.
             rest = bytes(self._scratch[self._start : self._end])
             self._scratch[: len(rest)] = rest
             self._start, self._end = 0, len(rest)

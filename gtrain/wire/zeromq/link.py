@@ -97,6 +97,7 @@ class ZmqLink(Link):
 
     def connection_change(self) -> ConnectionChange | None:
         now = time.monotonic()
+        # The monitor's descriptor is edge-triggered, so it is also read from time to time.
         if self._monitor.descriptor not in self._poller.ready and now - self._last_check <= CHECK_SECONDS:
             return None
         self._last_check = now

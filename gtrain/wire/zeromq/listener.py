@@ -28,13 +28,14 @@ from gtrain.wire.zeromq.sockets import MECHANISM_MISMATCH, Monitor, configure, r
 
 UNTRACED_SECONDS = 2.0
 """How long the log waits for the address of a peer that ends its connections at once."""
+# Not HANDSHAKE_FAILED_AUTH: the authenticator, which knows the key, reports that.
 _EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)  # the authenticator, which knows the key, reports HANDSHAKE_FAILED_AUTH
+)
 _CRYPTOGRAPHIC = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
 
 
@@ -84,6 +85,7 @@ class ZmqListener(Listener):
                 adopted = socket.socket(fileno=os.dup(descriptor))
                 adopted.listen(BACKLOG)
                 adopted.setblocking(False)
+                # zmq closes the descriptor that it adopts, hence the copy; the original stays with the agent.
                 self._socket.setsockopt(zmq.USE_FD, adopted.detach())
             elif address.startswith("ipc://"):
                 refuse_second_server(address.removeprefix("ipc://"))

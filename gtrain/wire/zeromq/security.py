@@ -58,6 +58,7 @@ class Security:
         target = Path(path)
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
+            # The mode is set at creation: at no time can another user read the file.
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 json.dump({"format": _FORMAT, **asdict(self)}, file)
@@ -162,6 +163,7 @@ class Authenticator:
         self._security, self._refusals = security, refusals
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
+        # The address at which zmq looks for a handler (RFC 27).
         self._socket.bind("inproc://zeromq.zap.01")
         threading.Thread(target=self._run, name=f"gtrain-zap-{name}", daemon=True).start()
 

@@ -44,6 +44,7 @@ def shorten_slices() -> None:
             thread = int(task.name)
             if (task / "comm").read_text().startswith("ZMQbg/IO") and os.sched_getscheduler(thread) == _SCHED_OTHER:
                 nice = os.getpriority(os.PRIO_PROCESS, thread)
+                # In nanoseconds. For SCHED_OTHER the field is the requested slice (Linux 6.12).
                 runtime = 1000 * SLICE_MICROSECONDS
                 attributes = _SCHED_ATTR.pack(_SCHED_ATTR.size, _SCHED_OTHER, 0, nice, 0, runtime, 0, 0, 0, 0)
                 ctypes.CDLL(None).syscall(_SCHED_SETATTR, thread, attributes, 0)
