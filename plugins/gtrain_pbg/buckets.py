@@ -54,6 +54,7 @@ def components(buckets: Iterable[Bucket]) -> dict[int, int]:
 
     def find(partition: int) -> int:
         while root.setdefault(partition, partition) != partition:
+            # Path halving: the chains stay short.
             root[partition] = partition = root[root[partition]]
         return partition
 
@@ -73,6 +74,8 @@ def _by_affinity(buckets: list[Bucket], rng: random.Random) -> list[Bucket]:
         for partition in last:
             remaining[partition].discard(last)
         near = remaining[last[0]] | remaining[last[1]]
+        # First both partitions, then one, then any. Sorted, because the order of a set is not the same in every
+        # process.
         choices = sorted(near & set(product(last, last)) or near or set().union(*remaining.values()))
         if not choices:
             return ordered
@@ -164,6 +167,7 @@ class PartitionBuffer:
         Args:
             buckets: buckets and edge chunks in their order.
         """
+        # An empty set at the end: after the last bucket nothing is needed.
         needed = [set(bucket) for bucket, _ in buckets] + [set()]
         plan, before = [], self._load(needed[0], set(), needed, 0)
         for number, (bucket, chunk) in enumerate(buckets):
@@ -236,7 +240,9 @@ class PartitionBuffer:
         def next_use(partition: int) -> int:
             return next((n for n in range(at, len(needed)) if partition in needed[n]), len(needed) - 1)
 
+        # Belady's rule: the partition whose next use is furthest away.
         out = max(others, key=lambda partition: (next_use(partition), partition))
+        # Prefetching must not evict a partition that is read again at once.
         if early and next_use(out) < at + SOON:
             return None, None
         return self.slot_of[out], out

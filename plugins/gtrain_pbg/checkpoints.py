@@ -82,6 +82,7 @@ def preserve(path: Path, epoch: int, interval: int) -> None:
     temporary = target.with_name(target.name + ".part")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(path, temporary, copy_function=lambda source, link: keep(Path(source), Path(link)))
+    # The rename makes the copy visible at once and complete.
     os.rename(temporary, target)
 
 
@@ -279,6 +280,7 @@ def _mapping(kind: str, old: Store, new: Store, count: int) -> Tensor:
     """Map the other run's ids to this run's, -1 for unknown ones: by name, or by number without names."""
     theirs, ours = old.names(kind), new.names(kind)
     if theirs is None or ours is None:
+        # Exactly one of the two is None.
         if theirs is not ours:
             raise CheckpointError(
                 f"strategy.warm_start: the {kind}s of one of the two graphs have names, those of the other have not.",

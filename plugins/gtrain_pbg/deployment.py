@@ -112,6 +112,7 @@ class PlannedBuckets:
                 self._finish_swaps()
                 if self._leads and scheduled.before:
                     self._tables.begin_swaps(scheduled.before).result()
+            # Every worker computes the same plan, so slots need no message.
             self._tables.buffer.slot_of = dict(scheduled.after)
             # The bucket's partitions must be in memory before any worker goes on.
             self._group.barrier()

@@ -173,6 +173,7 @@ class LocalPartitions(FileStore):
 
     def path(self, key: str, array: str) -> Path:
         file, checkpoint = self._file(key, array), self._checkpoint.get(key)
+        # A file of this run is newer than that of the checkpoint it started from.
         return file if checkpoint is None or file.exists() else checkpoint[array]
 
     def discard(self, key: str) -> None:

@@ -126,8 +126,10 @@ class PartitionedTable:
         }
         for begin in range(0, self.spec.rows, INIT_ROWS):
             end = min(begin + INIT_ROWS, self.spec.rows)
+            # Block by block, in the order of original ids: the values do not depend on the partitioning.
             initial = self.spec.initial(begin, end).to(self.dtype)
             for partition, orig_id in enumerate(self.partitions.orig_id):
+                # orig_id ascends within a partition, so a block's rows are a range of each partition.
                 low, high = torch.searchsorted(orig_id, torch.tensor([begin, end])).tolist()
                 rows = initial[orig_id[low:high] - begin]
                 if partition in writing:

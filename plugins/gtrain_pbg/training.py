@@ -190,6 +190,7 @@ class BucketTraining:
 
     def _score(self, held: EdgeList, scheduled: ScheduledBucket) -> float:
         """Sum the reciprocal ranks of both ends of edges, among each other and nodes drawn from both partitions."""
+        # A fixed seed: the same nodes before and after training, so that the two ranks can be compared.
         generator, total = torch.Generator().manual_seed(0), 0.0
         for number, members in self._groups.split(held):
             heads, tails = self._rows(number, scheduled)
@@ -222,6 +223,7 @@ class BucketTraining:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < count:
             buffer = self._buffers[name] = torch.empty(count, dtype=torch.int64)
+        # Drawn into a buffer that every batch reuses.
         return torch.randint(nodes, (count,), out=buffer[:count])
 
 

@@ -130,6 +130,7 @@ class TypedTables:
         self._store: PartitionStore | None = None
         self._publishes, self._next_lease = True, lambda: 0
         self._changed: set[int] = set()  # partitions in slots that differ from the store
+        # One thread: swaps must happen in their order.
         self._mover = ThreadPoolExecutor(1, "gtrain-pbg-swap")
         self._each = ThreadPoolExecutor(max(1, len(self._partitioned)), "gtrain-pbg-table")
 
@@ -256,6 +257,7 @@ class TypedTables:
         self, slot: int, out: int | None, into: int | None, leases: Mapping[int, int], released: Released | None
     ) -> None:
         waits: list[ReuseWaits] = [{} for _ in self._partitioned]
+        # An unchanged partition is on the disk already. A shared store needs it nevertheless, as a version of the lease.
         if out is not None and (out in self._changed or self.in_shared_store):
             waits = self._all(lambda table, _: table.evict(out, slot, leases.get(out, 0)), waits)
             self._changed.discard(out)
@@ -279,6 +281,7 @@ class TypedTables:
 
     def settle(self) -> None:
         """Wait for pending swaps and writes."""
+        # The thread runs its tasks in order: when this one is done, all earlier ones are.
         self._mover.submit(lambda: None).result()
         for table in self.tables:
             table.store.settle()

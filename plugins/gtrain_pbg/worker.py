@@ -42,9 +42,11 @@ class BucketBatches:
     def steps_of(self, bucket: Bucket, chunk: int, epoch: int) -> tuple[list[list[EdgeList]], EdgeList]:
         """Return the batches of each step of a bucket (perhaps none), and this worker's edges that are held out."""
         mine, held = self.edges.share(bucket, chunk, epoch, self._worker, self._workers)
+        # The order of a bucket's edges does not depend on when, or in which run, it is trained.
         generator = torch.Generator().manual_seed(mixed(self.edges.seed, epoch, chunk, *bucket, self._worker))
         batches = list(batches_of(mine, self._batch_size, self._keys, generator))
         count = self.count(bucket, chunk)
+        # As many steps on every worker, because Lightning counts them; a share may have fewer batches than steps.
         steps = [batches[len(batches) * n // count : len(batches) * (n + 1) // count] for n in range(count)]
         return steps, held.select(torch.arange(len(held)).tensor_split(self._workers)[self._worker])
 
@@ -169,7 +171,7 @@ class BucketWorker:
         """Train on a bucket, step by step; the last step leaves it."""
         self._training.score_before(held, scheduled)
         if self._held_out:
-            # Other workers would train rows that are ranked here.
+            # Wait for the ranks of all workers: training would change the rows that they read.
             self._machine.barrier()
         edges, trained = 0, (0.0, 0.0)
         for number, batches in enumerate(steps, 1):
@@ -177,7 +179,7 @@ class BucketWorker:
             edges += sum(map(len, batches))
             if number < len(steps):
                 yield trained
-        # Returns when all workers of the machine are done.
+        # Also a barrier: it returns when all workers of the machine are done.
         edges = int(self._machine.all_reduce(torch.tensor(edges)))
         self._source.trained(scheduled, edges)
         self._training.score_after(held, scheduled)

@@ -167,6 +167,7 @@ class LeasedPartitions:
         self.settle()
         buffer, bucket = self._tables.buffer, grant.bucket
         needed = {*bucket, *(() if grant.ahead is None else (grant.ahead,))}
+        # Old leases too: evicted partitions are written back under them.
         leases = self._leases | {p: grant.leases[self._key(p)] for p in needed - buffer.slot_of.keys()}
         self._leases = {p: leases[p] for p in needed}
         before, during = buffer.exchange(bucket, grant.ahead)
@@ -285,9 +286,10 @@ class LeasedBuckets:
 
     def _next(self) -> ScheduledBucket | None:
         """Return the machine's next bucket, with its partitions in memory; None: the round is over."""
+        # -1 stands for "the round is over"; a tensor, because a broadcast has a fixed size.
         sent = torch.full((5,), -1)
         if self._leads:
-            # The other workers of the machine wait for this worker's broadcast.
+            # The other workers of the machine wait for this worker's broadcast below.
             with timed_wait(self._everyone.counters, "bucket"), self._lock.explaining():
                 self._parameters.check()
                 grant = self._acquire()
@@ -296,6 +298,7 @@ class LeasedBuckets:
                     self._parameters.exchange()
                     sent = torch.tensor([*scheduled.bucket, *scheduled.slots, scheduled.chunk])
         head, tail, first, second, chunk = self._machine.broadcast(sent).tolist()
+        # The leader's buffer is up to date; the others need only this bucket's slots.
         if not self._leads or head < 0:
             self._tables.buffer.slot_of = {} if head < 0 else {head: first, tail: second}
         return None if head < 0 else ScheduledBucket((head, tail), chunk, (first, second), (), ())
@@ -316,5 +319,6 @@ class LeasedBuckets:
             if "bucket" in reply:
                 head, tail = reply["bucket"]
                 return Grant((head, tail), reply["chunk"], reply["leases"], reply["ahead"])
+            # No bucket is free: others may need the partitions that this machine holds.
             self._partitions.give_back()
             edges = None

@@ -94,6 +94,7 @@ class PartitionFolder(FileStore):
         self.folder.mkdir(parents=True, exist_ok=True)
         for array in WRITE_ORDER:
             target = self._file(key, version, array)
+            # A link cannot replace a file.
             target.unlink(missing_ok=True)
             tensor_files.keep(sources[array], target)
         self.forget_older(key, version)

@@ -121,6 +121,7 @@ class FailureDetector:
 
     def forgive(self, seconds: float) -> None:
         """Extend all leases by the seconds for which the lock server itself was stopped."""
+        # Members could not be heard in that time, whether they sent heartbeats or not.
         self._heard = {name: heard + seconds for name, heard in self._heard.items()}
 
     def watches(self, name: str) -> bool:
@@ -151,6 +152,7 @@ class FailureDetector:
 
     def find_lost(self) -> dict[str, str]:
         """Return lost members and the reason; servers first, because their loss can end the job."""
+        # A pidfd becomes readable when its process ends.
         ended = select.select(list(self._processes.values()), [], [], 0)[0] if self._processes else []
         lost = {name: ENDED for name, process in self._processes.items() if process in ended}
         silent = {name for name in self._heard if self.silence(name) > self._lease_seconds} - lost.keys()

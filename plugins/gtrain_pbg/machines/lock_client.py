@@ -105,6 +105,7 @@ class LockClient:
         try:
             yield
         except PeerLostError:
+            # Raises the reason if the lock server has declared this machine lost.
             self.request("beat", {})
             raise
 
@@ -149,6 +150,7 @@ class LockClient:
     def _lose(self, error: PeerLostError) -> None:
         """Abort pending requests with this error."""
         with self._losing:
+            # Only the first loss counts; hooks run once.
             if self._lost is not None or self._over.is_set():
                 return
             self._lost, hooks = error, list(self._hooks)

@@ -118,6 +118,7 @@ class LockServer:
     def _commit(self) -> None:
         """Save the state, then send the replies that depend on it."""
         if self._state is not None:
+            # Saved first: a reply that a client has acted on must not be forgotten by a restarted server.
             self._state.save(msgpack.packb(self._saved()))
         while self._deferred:
             self._deferred.pop(0)()
@@ -320,6 +321,7 @@ class LockServer:
         buckets have edges.
         """
         fields = message.fields
+        # Every machine's leader sends the request; the first starts the epoch, repetitions change nothing.
         if fields["round"] <= self.round:
             return
         self.round, self._started, self._holding = fields["round"], set(), set(fields["holding"])

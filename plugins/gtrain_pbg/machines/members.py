@@ -77,6 +77,7 @@ class Membership:
     def contribute(self, rank: int, number: int, contribution: Message) -> Reply:
         """Contribute to a collective; the reply has the contributions of all, in the order of ranks."""
         reply, self._last[rank] = Reply(), number
+        # A repeated contribution: the decision stands, also if ranks were lost since.
         if number in self._results:
             self._deferred.append(partial(reply.set_result, self._results[number]))
             return reply
@@ -131,5 +132,6 @@ class Membership:
                 self._results[number] = result
                 for reply in collective.waiting.values():
                     self._deferred.append(partial(reply.set_result, result))
+        # A rank that contributes to a later collective has received all earlier results.
         last = min((self._last.get(rank, 0) for rank in self._alive), default=0)
         self._results = {number: result for number, result in self._results.items() if number >= last}

@@ -99,6 +99,7 @@ class SharedParameters:
     def put(self) -> None:
         """Set the servers' values to those of this machine."""
         for client, pieces in zip(self._clients, self._pieces, strict=True):
+            # Copies: workers go on changing the pieces while these are sent.
             values = [piece.clone() for piece in pieces.values()]
             client.request("put", {"keys": list(pieces)}, values, self._silent_seconds)
         self._remember()
@@ -116,11 +117,13 @@ class SharedParameters:
         with self._exchanging:
             sent = []
             for client, pieces, last in zip(self._clients, self._pieces, self._last, strict=True):
+                # One snapshot for both the difference and the comparison with the reply.
                 now = {key: piece.clone() for key, piece in pieces.items()}
                 changes = [now[key] - last[key] for key in pieces]
                 sent.append((now, client.submit("add", {"keys": list(pieces)}, changes, self._silent_seconds)))
             for (now, reply), pieces, last in zip(sent, self._pieces, self._last, strict=True):
                 for key, value in zip(pieces, reply.result().tensors, strict=True):
+                    # Added, not copied: the workers have changed the piece since ``now`` was taken.
                     pieces[key].add_(value - now[key])
                     last[key] = value
 

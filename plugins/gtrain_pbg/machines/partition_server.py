@@ -56,6 +56,7 @@ class PartitionHandlers:
         """
         piece = message.tensors[0]
         key, version, array, begin, rows = (message.fields[n] for n in ("key", "version", "kind", "begin", "rows"))
+        # The first piece: a version that was begun before is written from its start again.
         if begin == 0:
             shape = (rows, *piece.shape[1:])
             self._writing[key, array] = version, 0, self._folder.begin(key, version, array, shape, piece.dtype)
@@ -67,6 +68,7 @@ class PartitionHandlers:
             self._writing[key, array] = version, begin + len(piece), writing
             return
         del self._writing[key, array]
+        # Checked again: the lease may have ended while the pieces arrived.
         self._folder.check(key, version)
         writing.done()
         if array == ROWS:
@@ -138,6 +140,7 @@ class PartitionClient(PartitionStore):
             return {}
 
     def select(self, key: str, rows: Tensor, target: Tensor) -> None:
+        # Each row is sent once.
         distinct, inverse = rows.unique(return_inverse=True)
         target.copy_(self._request(key, "select", {"key": key}, [distinct]).tensors[0][inverse])
 

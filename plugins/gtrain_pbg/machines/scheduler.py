@@ -76,6 +76,7 @@ class GrantRanking:
         def cost(number: int) -> tuple[bool, int, int, int]:
             bucket, fetched = choices[number]
             pair = set(bucket)
+            # Free buckets that share a partition with this one; those that share both were counted twice.
             blocked = sum(spread[p] for p in pair) - (joint[frozenset(pair)] if len(pair) == 2 else 0)
             starves = self.idle and blocked == len(self.free)
             grows = len(pair & set(self.unknown)) if self.idle else 0
@@ -94,9 +95,8 @@ class _MachineState:
     leases: dict[str, int] = field(default_factory=dict)
     active: BucketTask | None = None
     ahead: int | None = None  # partition that it prefetches
-    unsaved: dict[BucketTask, set[str]] = field(
-        default_factory=dict
-    )  # trained buckets, and their partitions not yet written back
+    # Trained buckets, and their partitions not yet written back.
+    unsaved: dict[BucketTask, set[str]] = field(default_factory=dict)
 
     @property
     def tasks(self) -> list[BucketTask]:
@@ -161,6 +161,7 @@ class BucketScheduler:
             for task in self._pending
             if not (keys := self._keys(task[1])) & taken and self._allowed(task[1], keys, mine)
         ]
+        # It has prefetched a partition for one of the buckets whose partitions it holds, so it trains that one.
         if mine.ahead is not None:
             choices = [choice for choice in choices if choice[1] == 0]
         if not choices:
@@ -168,6 +169,7 @@ class BucketScheduler:
         best = self._ranking(machine).ranked([(bucket, fetched) for (_, bucket), fetched in choices])[0]
         chunk, bucket = mine.active = choices[best][0]
         self._pending.remove(mine.active)
+        # Sorted: a restarted lock server must number leases in the same way.
         for key in sorted(self._keys(bucket) - mine.leases.keys()):
             mine.leases[key] = next_lease()
         mine.ahead = ahead = self._reserve(machine, bucket, next_lease) if self._ahead else None
@@ -199,6 +201,7 @@ class BucketScheduler:
                     missing.discard(key)
                     self._known.add(key)
                     self._rooted.add(self._component[task[1][0]])
+                # Only now is the bucket done: both partitions have the result of its training.
                 if not missing:
                     del mine.unsaved[task]
                     self.edges[task] = self._trained_edges[task]
@@ -206,6 +209,7 @@ class BucketScheduler:
     def lose(self, machine: int) -> None:
         """Return the buckets of a lost machine that it had not written back to the pending ones."""
         mine = self._machines.pop(machine, _MachineState())
+        # In front, in the order of their grants: other machines may have waited for these partitions.
         self._pending[:0] = mine.tasks
         self.again += len(mine.tasks)
 
@@ -273,6 +277,7 @@ class BucketScheduler:
         taken = self._taken(machine) | mine.leases.keys() - held
         choices = []
         for task in self._pending:
+            # One partition of this bucket and one other: exactly what a single prefetch can prepare.
             missing = set(task[1]) - set(bucket)
             if len(missing) == 1 and missing != set(task[1]) and not self._keys(missing) & taken:
                 choices.append((task, missing))
@@ -295,6 +300,7 @@ class BucketScheduler:
     def _allowed(self, bucket: Bucket, keys: set[str], mine: _MachineState) -> bool:
         if not self._as_tree or keys & self._known or any(keys & self._keys(other) for _, other in mine.unsaved):
             return True
+        # The first bucket of a component that nobody trains or has trained: it becomes the root of its tree.
         started = {self._component[other[0]] for machine in self._machines.values() for _, other in machine.tasks}
         return self._component[bucket[0]] not in started | self._rooted
 

@@ -66,6 +66,7 @@ class Block:
         marker = memory.tensor(f"{name}/marker", (MARKS,), torch.int64)
         backup = memory.tensor(f"{name}/backup", (BACKUP_ROWS, max(1, width)), dtype)
         self.progress = UpdateProgress(memory.survives, marker.numpy(), backup.numpy())
+        # An empty array of the right dtype: the kernels are compiled for one type of ``values``.
         self._no_values = self.progress.backup[0, :0]
         self._latest = np.zeros(height, np.int32)
         self._scratch: list[Array] = []
@@ -165,11 +166,13 @@ class Block:
             step: the step's number, from 1.
         """
         assert self.rule is not None
+        # Otherwise a restarted server continues the step where the process before it was killed.
         if self.progress.marker[STEP] != step:
             self.progress.start_step(step)
         rule = rule_of(self.rule.name, settings)
         self._update(rule, grouped, gradient.numpy(), self._rows, self._state, self.progress)
         if self.progress.safe:
+            # Trailing rows without a gradient have not advanced the marker.
             self.progress.marker[DONE] = grouped.num_ids
 
 

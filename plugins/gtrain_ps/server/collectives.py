@@ -71,12 +71,14 @@ class CollectiveResults:
         memory = self._slots.allocate(slot, end, preserve=start)[start:end]
         memory[:8] = torch.tensor([packed.nbytes]).view(torch.uint8)
         packed.write(memory[_HEAD:])
+        # The commit: until this store, a restarted server ignores the bytes behind the former end.
         self._heads[slot, 1] = end
         self._results[collective] = unpack(memory[_HEAD:])[1]
 
     def _clear(self, slot: int, step: int) -> None:
         """Give a slot to a later step."""
         previous = int(self._heads[slot, 0]) - 1
+        # In this order a kill leaves an empty slot, never old results under a new step.
         self._heads[slot, 0], self._heads[slot, 1] = 0, 0
         self._heads[slot, 0] = step + 1
         self._results = {number: result for number, result in self._results.items() if number >> INDEX_BITS != previous}
@@ -121,6 +123,7 @@ class Collectives:
             reply.set_result(Message({}, result))
             return reply
         contributions = self._contributions.setdefault(collective, {})
+        # The first contribution counts: a restarted worker may compute another value.
         contributions.setdefault(worker, tensor)
         self._waiting.setdefault(collective, []).append(reply)
         if len(contributions) == self._workers:

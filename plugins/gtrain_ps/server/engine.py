@@ -119,6 +119,7 @@ class Engine:
             step.waiting.append(reply)
             if len(step.commits) == self.workers and self.journal is None:  # with one, _log_step() replies
                 total = self._sums.compute(commit.step, [step.commits[worker] for worker in range(self.workers)])
+            # The reply follows when the last worker has committed, or when the journal has the step.
             if total is None and (commit.rest is not None or self.journal is not None):
                 return reply
             waiting, step.waiting = step.waiting, []
@@ -229,6 +230,7 @@ class Engine:
             return
         if self.replay is not None and key is not None:
             step = self._steps.get(request.step)
+            # Not if the worker was restarted meanwhile and has replaced the request.
             if step is not None and step.products.get(key) is request:
                 step.sent[key] = product
         self._reply_product(request, product)
@@ -253,6 +255,7 @@ class Engine:
         """Lead the tables to the next version."""
         step = self._steps[self.version]
         if self.replay is not None:
+            # Before the update: afterwards the tables cannot compute these products again.
             self.replay.store(self.version, step.commits, step.sent)
         commits = [step.commits[worker] for worker in range(self.workers)]
         self._updates.apply(step.products, commits, self.version + 1)
@@ -309,6 +312,7 @@ class Updates:
 
     def groupable(self, products: StepProducts, workers: int) -> str | None:
         """Return a table whose rows of the next step seem to be complete and are not grouped; None without one."""
+        # Some worker has not sent its rows yet, so a group would be incomplete.
         if len({worker for worker, _ in products}) < workers:
             return None
         for request in products.values():

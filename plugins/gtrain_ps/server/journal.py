@@ -104,12 +104,14 @@ class Journal:
         part = self._folder / "part"
         with naming(part), open(part, "wb") as file:
             for offset, content in packed.pieces():
+                # Zeros up to the alignment of the next tensor.
                 file.write(bytes(offset - file.tell()))
                 file.write(content)
             file.write(bytes(packed.nbytes - file.tell()))
             file.flush()
             os.fsync(file.fileno())
         self._number += 1
+        # The snapshot counts from the rename on; a kill before it leaves the former snapshot and its log.
         part.rename(self._path("snapshot"))
         os.close(self._log)
         self._open_log(0)
@@ -166,6 +168,7 @@ def _read_record(log: Any) -> Tensor | None:
     if len(head) < RECORD_HEAD.size:
         return None
     length, checksum = RECORD_HEAD.unpack(head)
+    # A torn head may claim any length.
     if length < 0 or length > os.fstat(log.fileno()).st_size - log.tell():
         return None
     content = np.fromfile(log, np.uint8, length)

@@ -93,6 +93,7 @@ class PersistentServerMemory(ServerMemory):
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         nbytes, dtype_name = torch.Size(shape).numel() * dtype.itemsize, str(dtype).removeprefix("torch.")
         if name not in self._layout:
+            # At the end of the file: tensors never move, so mappings of other tensors stay valid.
             offset = pages.aligned(os.fstat(self._descriptor).st_size, nbytes)
             os.ftruncate(self._descriptor, offset + -(-max(1, nbytes) // PAGE) * PAGE)
             self._layout[name] = offset, shape, dtype_name

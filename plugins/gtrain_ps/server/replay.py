@@ -46,6 +46,7 @@ class GrowingMemory:
             return buffer
         capacity = max(2 * capacity, nbytes)
         larger = self._memory.tensor(f"{name}/{capacity}", (capacity,), torch.uint8)
+        # Before the note, which makes the larger buffer the current one.
         larger[:preserve] = buffer[:preserve]
         self._memory.set_note(name, capacity)
         return larger
@@ -68,6 +69,7 @@ class StepHistory:
     def write(self, step: int, entries: Mapping[str, Tensor]) -> None:
         """Store a step in place of the oldest one."""
         slot, packed = step % self._count, prepare(entries)
+        # The slot is invalid while it is written, and valid with the last store.
         self._steps[slot] = 0
         packed.write(self._slots.allocate(slot, packed.nbytes))
         self._steps[slot] = step + 1
@@ -118,6 +120,7 @@ class ReplayBuffer:
     def product(self, request: ProductRequest) -> Tensor | None:
         """Return the product that the worker's process before received; None if the step was not stored."""
         product = self._history.read(request.step).get(f"product/{request.worker}/{request.call}")
+        # A copy: the reply is sent without one, and the slot may be overwritten before it has left.
         return None if product is None else product.clone()
 
     def worker_state(self, step: int, worker: int) -> dict[str, Tensor]:
@@ -161,6 +164,7 @@ class GradientSums:
         gradients = [commit.rest for commit in commits if commit.rest is not None]
         if len(gradients) < len(commits):
             return None
+        # A restarted server must send the sum that some workers may already have.
         stored = self.get(step)
         if stored is not None:
             return stored

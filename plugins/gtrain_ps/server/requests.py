@@ -78,6 +78,7 @@ class Commit:
 def gradient_factor(commits: Sequence[Commit]) -> float:
     """Return the factor from gradients divided by ``scale`` to those of the mean over all workers' weights."""
     scale, total = commits[0].scale, sum(commit.weight for commit in commits)
+    # The common case: the workers knew the total in advance, and gradients need no multiplication.
     if scale == total:
         return 1.0
     return scale / total if total > 0 else 0.0

@@ -35,6 +35,7 @@ METHODS = (
 
 def main(context: ServerContext) -> None:
     """Serve until the job ends."""
+    # A server allocates the same sizes in every step.
     keep_freed()
     settings, trainer = PsConfig(**context.config["strategy"]), context.config["trainer"]
     lasting = context.lasting_file if settings.durability == "process" else None
@@ -163,6 +164,7 @@ class ParameterService:
         positions = message.tensors[1] if len(message.tensors) > 1 else slice(begin, begin + len(rows))
 
         def write() -> None:
+            # A repeated request must not overwrite rows that were trained since.
             if self.engine.version == fields["step"]:
                 block.table[positions] = rows
 
@@ -238,6 +240,7 @@ class ParameterService:
         """Execute the requests of a journal, and write to it from now on."""
         for record in journal.records():
             for method, worker, fields, tensors in record["requests"]:
+                # The result of a collective. The name is part of the journal's format.
                 if method == "told":
                     self._results.store(fields["where"], tensors)
                 else:
