@@ -74,8 +74,7 @@ def _by_affinity(buckets: list[Bucket], rng: random.Random) -> list[Bucket]:
         for partition in last:
             remaining[partition].discard(last)
         near = remaining[last[0]] | remaining[last[1]]
-        # First both partitions, then one, then any. Sorted, because the order of a set is not the same in every
-        # process.
+        # First both partitions, then one, then any. Sorted, because the order of a set depends on its history.
         choices = sorted(near & set(product(last, last)) or near or set().union(*remaining.values()))
         if not choices:
             return ordered

@@ -53,6 +53,7 @@ class _Fetched(torch.autograd.Function):
         local, block = tensors[:count], tensors[count:]
         ctx.shapes = [(tensor.shape, tensor.dtype) for tensor in local]
         ctx.mark_non_differentiable(*(b for b in block if not b.is_floating_point()))
+        # Views, because autograd treats an output that is an input itself in a special way.
         return tuple(rows.view_as(rows) for rows in block)
 
     @staticmethod
@@ -113,6 +114,7 @@ class _RunningExtreme:
             self._out, self._ties = block, ties
             return
         better = block > self._out if self._largest else block < self._out
+        # A strictly better block starts the count again, an equal one adds to it.
         self._ties = torch.where(better, ties, self._ties + ties * (block == self._out))
         self._out = torch.where(better, block, self._out)
 
@@ -174,6 +176,7 @@ class _Recomputed(torch.autograd.Function):
         running = _RunningExtreme(call) if call.reduce in ("max", "min") else _RunningSum(call)
         for r, block in stream(call.rows, schedule.window):
             running.add(r, call.message(r, call.with_block(data, block)))
+            # Frees the block before the next one is waited for.
             del block
         results = running.finish()
         ctx.save_for_backward(*tensors, *(results if len(results) > 1 else ()))
@@ -235,6 +238,7 @@ class Replay:
 
     def _process(self, r: int, rows: list[Tensor], message_gradient: MessageGradient, tag: int) -> None:
         tensors, exchange = self._call.with_block(self._data, rows), self._call.blocks.exchange
+        # Computed while the reader's gradients of the former round are in flight.
         gradients = self._gradients(r, tensors, message_gradient)
         self._receive()
         sent = self._sent if r > 0 else []

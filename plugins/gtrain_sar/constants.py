@@ -69,6 +69,7 @@ class Constants:
         if tensor not in self or setting == "false" or recomputes:
             return None
         cached: dict[int, Tensor] = self._blocks.setdefault(tensor, {})
+        # Tensors of inference mode must not enter the cache: training could not use them.
         return cached if cached or not torch.is_inference_mode_enabled() else None
 
 

@@ -85,6 +85,7 @@ class EdgeBlock:
     @cached_property
     def targets_by_source(self) -> CompressedEdges:
         """:attr:`by_source` for kernels that read nothing per edge: ``edges`` are the columns, which saves memory."""
+        # Computed already: share its arrays instead of sorting again.
         if "by_source" in self.__dict__:
             return self.by_source._replace(edges=self.by_source.columns)
         return compress(self._sources, self._targets, None, self.num_sources)
@@ -196,6 +197,7 @@ def sort_edges(
 
 def compress(rows: Tensor, columns: Tensor, edges: Tensor | None, num_rows: int) -> CompressedEdges:
     """Group edges by row, in their order within a row; without ``edges``, the result's ``edges`` are its columns."""
+    # Stores are sorted by target, so this order usually needs no sort.
     if rows.numel() > 1 and not bool((rows[1:] >= rows[:-1]).all()):
         rows, order = rows.sort(stable=True)
         columns, edges = columns[order], None if edges is None else edges[order]

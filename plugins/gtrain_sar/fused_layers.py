@@ -88,8 +88,10 @@ def sage_layer(
     """
     left, bias, right = layers
     learns = x.requires_grad and torch.is_grad_enabled()
+    # The narrower side is sent. At equal width, transforming first saves the aggregate if x has a gradient.
     if left.size(0) < left.size(1) or (learns and left.size(0) == left.size(1)):
         scale = blocks.inverse_degree(x.dtype) if mean else None
+        # One factor per edge instead of one per edge and one per target.
         if scale is not None and weight is not None:
             weight, scale = weight * scale[edge_index[1]], None
         return _TransformThenSum.apply(blocks, (weight, scale), schedule, x, left, bias, right)
@@ -202,6 +204,7 @@ class _SumThenTransform(torch.autograd.Function):
         aggregated = ctx.aggregated.take()
         if ctx.needs_input_grad[4]:
             dleft = gradient.t() @ aggregated
+        # It is as large as x, and is not needed for the rest of the pass.
         del aggregated
         if packed is not None and packed.needed:
             dsums, (edges,) = gradient @ left, packed.sums
@@ -423,6 +426,7 @@ class FusedLayers:
             return None
         residual = None if conv.res is None else conv.res(x)
         if conv.add_self_loops:
+            # Looked up in PyG's module, where a Patcher may have replaced them.
             functions = inspect.getmodule(GATConv).__dict__
             edge_index, _ = functions["remove_self_loops"](edge_index, None)
             edge_index, _ = functions["add_self_loops"](edge_index, None, fill_value=conv.fill_value, num_nodes=len(x))

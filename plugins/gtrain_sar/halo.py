@@ -48,6 +48,7 @@ class Packet:
         sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in pieces]
         self.starts = [0]
         for size in sizes[:-1]:
+            # Multiples of 8: a tensor's view of the buffer needs the alignment of its dtype.
             self.starts.append(self.starts[-1] + -(-size // 8) * 8)
         total = self.starts[-1] + sizes[-1] if sum(sizes) else 0
         self.buffer = torch.empty(total, dtype=torch.uint8, device=device)
@@ -157,6 +158,7 @@ def _split(buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
         size = min(most, PIECE_BYTES, max(rest // 4, LEAST_BYTES))
         end = start + min(rest, -(-size // _ALIGNED) * _ALIGNED)
         yield end, flat[start:end]
+        # Pieces double up to the limit, and shrink again towards the end of the message.
         start, most = end, 2 * most
 
 
@@ -266,6 +268,7 @@ def fetch(rows: Sequence[OwnedRows], r: int, tag: int, produce: RowProducer | No
             selected = exchange.send_rows[r][filled[k] : until]
             if len(selected):
                 if produce is not None:
+                    # Rows are produced in ascending order, so the largest number that is sent decides how far to go.
                     produce(int(selected.max()) + 1)
                 gather(tensor.detach(), selected, outgoing.pieces[k][filled[k] : until])
                 filled[k] = until
@@ -333,11 +336,13 @@ def stream(
     """
     caches = [None if exchange.constants is None else exchange.constants.blocks(tensor) for exchange, tensor in rows]
     rounds = rows[0][0].rounds
+    # Tensors whose blocks are not cached yet; the others need no message.
     live = [i for i, cache in enumerate(caches) if cache is None or len(cache) < rounds - 1]
     fetches = _Fetches([rows[i] for i in live], produce)
     ahead = rounds if window is None else window
     fetches.post(ahead)
     if produce is not None:
+        # The local block comes next, and needs all rows.
         produce(len(rows[0][1]))
     yield 0, [tensor for _, tensor in rows]
     for r in range(1, rounds):
@@ -426,6 +431,7 @@ def return_gradients(gradients: Sequence[OwnedRows]) -> list[Tensor]:
     group, tag = gradients[0][0].group, gradients[0][0].group.next_tag()
     blocks = [tensor.split(exchange.shard.block_ptr.diff().tolist()) for exchange, tensor in gradients]
     exchanges = [exchange for exchange, _ in gradients]
+    # All sends are posted before the first wait, so that they overlap.
     transfers = [
         push([(exchange, block[r]) for exchange, block in zip(exchanges, blocks, strict=True)], r, tag)
         for r in range(1, group.size)

@@ -60,6 +60,7 @@ class EdgeSums:
         block = self.blocks.blocks[r]
         edges = block.by_target
         if self.scale is not None:
+            # The weight is looked up by target instead of by edge.
             edges, weight = edges._replace(edges=block.target_of), self.scale
         self._spmm(edges, rows, weight, total)
 
@@ -130,6 +131,7 @@ class PackedSums:
 
     def _source(self, call: LinearCall) -> int:
         for i, (exchange, tensor) in enumerate(self.rows):
+            # By identity: equal rows of different tensors have gradients of their own.
             if tensor is call.x and exchange is call.blocks.exchange:
                 return i
         self.rows.append((call.blocks.exchange, call.x))
@@ -214,6 +216,7 @@ class PackedSums:
     ) -> None:
         """Compute the gradients of block r's sources ``low .. high-1``."""
         for total in blocks.values():
+            # The buffer is uninitialised, and zeroed piece by piece while it is in the cache.
             total[low:high].zero_()
         for sums, gradient in zip(self.sums, gradients, strict=True):
             if sums.source in blocks:
@@ -255,6 +258,7 @@ class PackedSums:
             for first, arrived in self._pending.popleft().rows():
                 until = first + len(arrived)
                 add_rows(self.gradient(0), rows[first:until], arrived)
+                # Rows below the smallest one that is still to come cannot change any more.
                 if until < len(rows):
                     yield int(rows[until:].min())
         yield len(self.gradient(0))

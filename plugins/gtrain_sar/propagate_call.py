@@ -207,6 +207,7 @@ class PropagateCall:
         Their backward pass then reaches the exchange, in which the readers' gradients arrive.
         """
         rows = [tensors[i].sum() for i in self.sources if tensors[i].requires_grad]
+        # Adding to an empty tensor changes no value; it only links the autograd graph.
         return messages + torch.stack(rows).sum() if rows and self._has_source_gradient else messages
 
     @cached_property
@@ -423,9 +424,11 @@ def _probe(call: PropagateCall, x: Tensor) -> str | None:
             collected = call.collect(block, leaves)
             messages = call.message_from(collected)
             weights = call.message_of(*probe_inputs(call, _EDGES, narrow=True, ones=True))
+            # A random factor differs from call to call, so values cannot be compared.
             is_random = not torch.equal(before, torch.get_rng_state())
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
         return None
+    # The very tensor of the sources: no arithmetic at all.
     if any(messages is value for name, value in collected.items() if name.endswith("_j")):
         return "one"
     if is_random or weights.shape != (_EDGES, *x.shape[1:-1], 1) or messages.shape != leaves[call.sources[0]].shape:

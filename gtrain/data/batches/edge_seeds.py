@@ -145,6 +145,7 @@ _Edges = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 def _train(graph: Data | HeteroData, edge_type: EdgeType | None) -> _Edges:
     edges = graph if isinstance(graph, Data) else graph[edge_type]
+    # The order of the source data: the same seeds in the same order for any number of parts.
     order = torch.argsort(edges.edge_id)
     extra = {name: edges[f"edge_{name}"][order] for name in _OPTIONAL if f"edge_{name}" in edges}
     return edges.edge_index[:, order], edges.edge_id[order], extra

@@ -381,6 +381,7 @@ def prefetched(batches: Iterator[Item], count: int, thread_name: str, *, joined:
         joined: whether closing the generator waits for the batch in progress.
     """
     thread = ThreadPoolExecutor(1, thread_name)
+    # One thread advances the iterator, so that its items stay in order; the queue bounds how far it runs ahead.
     ahead = deque(thread.submit(next, batches, None) for _ in range(count))
     try:
         while (batch := ahead.popleft().result()) is not None:

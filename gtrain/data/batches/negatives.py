@@ -71,6 +71,7 @@ class Negatives:
             return replace(edges, form=self.form, false_target=targets, edge_id=edge_id)
         total = math.ceil(edge_id.numel() * self.amount)
         sources = self._draw(0, edge_id, epoch, draws, time)
+        # The first draw of every edge, then the second, ..., cut off at a fraction of the last round.
         flat = [drawn.t().reshape(-1)[:total] for drawn in (sources, targets)]
         return replace(edges, form=self.form, false_source=flat[0], false_target=flat[1], edge_id=edge_id)
 
@@ -84,6 +85,7 @@ class Negatives:
             return drawn_ids
         limit = time.unsqueeze(1).expand_as(drawn_ids)
         for again in range(1, _TRIES):
+            # Draw again, with another key, only the ends that do not exist yet at the time of their edge.
             late = end.time_of(drawn_ids) > limit
             if not late.any():
                 return drawn_ids
@@ -102,6 +104,7 @@ class _End:
 
     def draw(self, edge_id: Tensor, draws: int, *words: int) -> Tensor:
         """Global ids ``[B, draws]``, uniform."""
+        # Drawn as original ids and then mapped, so that the draw does not depend on the partitioning.
         return self._ids(torch.from_numpy(below(self._count, key(*words), edge_id.numpy(), draws)))
 
     def time_of(self, ids: Tensor) -> Tensor:

@@ -104,6 +104,7 @@ class _Piece:
         source = self._tensors["source"][rows].long()
         if self._indptr is None:
             return source, self._tensors["target"][rows]
+        # The column that a position lies in: the last start that is not above it.
         return source, torch.searchsorted(self._indptr, rows.contiguous(), right=True) - 1 + self._first
 
     def edge_id(self, rows: Tensor | slice) -> Tensor:

@@ -97,6 +97,7 @@ class ScoredEdges:
 
     def _binary(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         count, total = self.source.numel(), self.at_sources().numel()
+        # False edges follow in rounds of one per true edge.
         owner = torch.arange(total) % max(count, 1)
         label = (torch.arange(total) < count).to(torch.float)
         index = torch.stack([self.at_sources(), self.at_targets()])

@@ -99,6 +99,7 @@ def _blocks(path: Path, raw: IO[bytes], stream: IO[bytes] | gzip.GzipFile, block
 
 def _line_ends(text: bytes, end: int) -> int:
     returns = text.count(b"\r", 0, end)
+    # CR LF is one line end: it was counted as an LF and as a CR.
     return text.count(b"\n", 0, end) + (returns and returns - text.count(b"\r\n", 0, end))
 
 

@@ -59,6 +59,7 @@ class Column:
 
     def chunks(self) -> Iterator[NDArray[Any]]:
         """Yield copies of the current items, ``CHUNK`` at a time; the caller may append during the iteration."""
+        # The size at the start: items that the caller appends meanwhile are not yielded.
         size, file = self._size, self._file
         whole = self.array() if file is None else None
         for first in range(0, size, CHUNK):
@@ -99,6 +100,7 @@ class Column:
         assert self._file is not None
         self._file.seek(first * self._dtype.itemsize)
         items = np.fromfile(self._file, dtype=self._dtype, count=last - first)
+        # Back to the end, where the next append writes.
         self._file.seek(0, os.SEEK_END)
         return items
 

@@ -106,6 +106,7 @@ def encode(
     """
     mask = np.uint64(table.size // 2 - 1)
     for i in range(starts.size):
+        # Two misses per key, one after the other: the slot, and the name that the slot points at.
         if i + 2 * AHEAD < starts.size:
             prefetch_entry(table, np.intp(2 * (hashes[i + 2 * AHEAD] & mask)))
         if i + AHEAD < starts.size:
@@ -116,6 +117,7 @@ def encode(
         while True:
             entry = np.intp(2 * slot)
             first, second = table[entry], table[entry + 1]
+            # A free slot: the name is new.
             if first == np.uint64(0):
                 end = offsets[known]
                 table[entry] = tag | np.uint64(known + 1)
@@ -149,6 +151,7 @@ def fill(table: NDArray[np.uint64], offsets: NDArray[np.int64], first: int, hash
         if i + AHEAD < hashes.size:
             prefetch_entry(table, np.intp(2 * (hashes[i + AHEAD] & mask)))
         slot = hashes[i] & mask
+        # All names are distinct, so no bytes need to be compared.
         while table[np.intp(2 * slot)] != np.uint64(0):
             slot = (slot + np.uint64(1)) & mask
         entry, name = np.intp(2 * slot), first + i

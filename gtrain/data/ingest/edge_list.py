@@ -271,6 +271,7 @@ class _EdgeCollector:
                 "data.ids=string",
             )
         if highest > self._largest:
+            # The position only: looking up the line takes long, and is done only if a message needs it.
             self._largest, row = highest, int(ids.argmax()) // 2
             self._largest_location = lambda: rows.location(row)
 

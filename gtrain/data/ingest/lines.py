@@ -163,6 +163,7 @@ class LineReader:
         quoted = self.separator not in " \t" and b'"' in text
         table = pyarrow.csv.read_csv(
             pa.BufferReader(text),
+            # One block: the position of a row then gives its line.
             read_options=pyarrow.csv.ReadOptions(column_names=names, block_size=len(text) + 1, use_threads=False),
             parse_options=pyarrow.csv.ParseOptions(
                 delimiter=self.separator, quote_char='"' if quoted else False, double_quote=False
@@ -211,6 +212,7 @@ class LineReader:
 def _single_spaces(text: bytes) -> bytes:
     """Replace each run of spaces by one space, and strip the lines."""
     text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    # Each pass halves the runs of spaces.
     while b"  " in text:
         text = text.replace(b"  ", b" ")
     return text.replace(b" \n", b"\n").replace(b"\n ", b"\n").strip(b" ")

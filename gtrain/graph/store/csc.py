@@ -147,6 +147,7 @@ class SortedColumns:
             from gtrain.graph import kernels
 
             for _, _, target in self._view.pieces():
+                # Shifted by one, so that the cumulative sum below gives the starts of the columns.
                 kernels.count(target, counts[1:])
         else:
             for _, _, target in self._view.pieces():
@@ -156,6 +157,7 @@ class SortedColumns:
     def _load(self, start: int) -> None:
         """Sort the range of nodes from ``start``: as many nodes as the limit allows, at least one."""
         base = self.indptr[start]
+        # The last node whose column still fits within the limit.
         stop = int(np.searchsorted(self.indptr, base + self._limit, side="right")) - 1
         stop = min(max(stop, start + 1), self._view.num_targets)
         indptr = self.indptr[start : stop + 1] - base

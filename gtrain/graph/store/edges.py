@@ -76,6 +76,7 @@ def write_held_out(
     view.check()
     targets = target.globals(columns["target"])
     owner = owner_of(targets, target.offsets)
+    # Stable: within a part, edges stay in the order of the source data.
     order = np.argsort(owner, kind="stable")
     counts = np.bincount(owner, minlength=target.num_parts)
     tensors = {**columns, "source": source.globals(columns["source"]), "target": targets, "edge_id": None}
@@ -177,6 +178,7 @@ class _Pairs:
         self.num_parts, self.num_pairs = target.num_parts, source.num_parts * target.num_parts
         # numpy sorts 16-bit integers by radix sort, in linear time.
         self._dtype = np.dtype(np.uint16 if self.num_pairs <= 2**16 else np.int64)
+        # Two bytes per node for up to 65,536 parts: a look-up per edge, without the 8 bytes of a global id.
         self._source, self._target = source.owners(), target.owners()
 
     def of(self, rows: slice) -> Array:
@@ -218,6 +220,7 @@ def _write_tensor(
 
 def _scatter(out: list[_RandomAccessFile], cursor: Ints, content: Array, pair: Ints) -> None:
     """Write rows that are grouped by bucket at the buckets' cursors, and advance the cursors."""
+    # Rows are sorted by bucket: each run of equal numbers is one write.
     changes = (np.flatnonzero(np.diff(pair)) + 1).tolist()
     for start, stop in zip([0, *changes], [*changes, len(content)], strict=True):
         bucket = divmod(int(pair[start]), len(out))

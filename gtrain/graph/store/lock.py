@@ -50,6 +50,7 @@ def file_lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
         try:
             yield
         finally:
+            # Unlinked while the lock is held: a process that opens the path afterwards makes a new file.
             path.unlink(missing_ok=True)
             os.close(descriptor)
 

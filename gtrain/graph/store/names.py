@@ -75,6 +75,7 @@ class Names:
         pending = np.flatnonzero(entry < len(self))
         # Further rounds only for different names with the same hash.
         while pending.size:
+            # The entries of equal hashes are adjacent; the search ends behind the last of them.
             pending = pending[self._hashes[entry[pending]] == hashes[pending]]
             ids = self._order[entry[pending]].astype(np.int64)
             same = self._equal(ids, offsets, data, pending)
@@ -168,6 +169,7 @@ def _hashes(offsets: Ints, data: Bytes) -> NDArray[np.uint64]:
     inside = np.arange(data.size) - np.repeat(offsets[:-1], length)
     with np.errstate(over="ignore"):
         powers = np.cumprod(np.full(int(length.max(initial=0)) + 1, GOLDEN, dtype=np.uint64))
+        # Plus 1, so that trailing zero bytes change the hash.
         terms = (data.astype(np.uint64) + np.uint64(1)) * powers[inside]
         sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(terms, dtype=np.uint64)])
         mixed: NDArray[np.uint64] = mix(sums[offsets[1:]] - sums[offsets[:-1]])

@@ -112,6 +112,7 @@ class GlobalIds:
         global_id = torch.empty_like(orig_id)
         for first, ids, sorter in zip(self._first, self.orig_ids, self._sorters, strict=True):
             if ids.numel():
+                # An id of another part gets a position too, which the comparison below discards.
                 row = torch.searchsorted(ids, orig_id, sorter=sorter).clamp_(max=ids.numel() - 1)
                 if sorter is not None:
                     row = sorter[row]

@@ -231,6 +231,7 @@ class Store:
                 f"the store {self.path} has no edge buckets",
                 hint=f"prepare it for a strategy that needs buckets; {REBUILD.format(path=self.path)}",
             )
+        # The buckets into one part lie one behind another in its files.
         start = sum(spec.buckets[part][target_part] for part in range(source_part))
         rows = slice(start, start + spec.buckets[source_part][target_part])
         return {name: self._map(bucket_file(target_part, name, spec.edge_type))[rows] for name in spec.bucket_tensors}
@@ -322,4 +323,5 @@ class Store:
             raise StoreError(f"{file} is missing", hint=REBUILD.format(path=self.path)) from None
         except ValueError as err:
             raise StoreError(f"{file} is damaged: {err}", hint=REBUILD.format(path=self.path)) from err
+        # An array without elements is not mapped.
         return array if math.prod(array.shape) else np.array(array)

@@ -98,6 +98,7 @@ def write_store(
         with (scratch / "manifest.json").open("w") as file:
             file.write(manifest.to_json())
             file.flush()
+            # The manifest is on the disk before the rename makes the store visible.
             os.fsync(file.fileno())
         scratch.rename(path)
     except BaseException:
@@ -191,6 +192,7 @@ def _entries(starts: Array, lengths: Array) -> Array:
     """Return the positions of all entries of rows that start at ``starts`` and have ``lengths`` entries."""
     lengths = lengths.astype(np.int64)
     before = np.cumsum(lengths) - lengths
+    # Row r contributes starts[r], starts[r] + 1, ...: one arange over all entries, shifted row by row.
     return np.repeat(starts.astype(np.int64) - before, lengths) + np.arange(int(lengths.sum()))
 
 
@@ -250,6 +252,7 @@ def _remote(
             indices = _map(folder, part, spec)
             for rows in chunks(0, indices.size):
                 remote = indices[rows][(indices[rows] < start) | (indices[rows] >= stop)]
+                # A mask, not a set of ids: a remote source counts once, however many edges it has.
                 seen[spec.edge_type[0]][remote] = True
                 cut[key] += remote.size
             release(indices)

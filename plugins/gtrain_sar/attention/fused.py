@@ -145,6 +145,7 @@ def piece_sizes(rows: int) -> list[int]:
     """Divide a round's rows into messages: as large as allowed, and smaller and smaller towards the end."""
     counts = []
     while rows > 0:
+        # A quarter of what remains, between the limits: the last messages are small.
         counts.append(min(rows, MOST_ROWS, max(LEAST_ROWS, rows // 4)))
         rows -= counts[-1]
     return counts
@@ -184,6 +185,7 @@ def _split(
         inside = (target >= first) & (target < first + received)
         selected = compress(source[inside], target[inside] - first, edge_id[inside], exchange.shard.num_local)
         yield ReaderEdges(r, piece, targets[low : low + sent], selected, received)
+        # The reader numbers its targets through all messages of a round, so a message's columns start at ``first``.
         low, first = low + sent, first + received
 
 
@@ -511,8 +513,11 @@ class _Messages:
         gather(backward.grad, targets, rows)
         if len(rest) == 1:
             # exp(-lse) becomes a factor of the rows, relative to the block's largest logit.
+            # exp(top - lse) with the block's largest logit ``top``: at most 1, and not so small that it vanishes in 16
+            # bits.
             scale = (leaky_relu(extremes[0] + target, backward.settings.slope) - lse).exp()
             rows.mul_(scale.unsqueeze(-1))
+            # delta is an inner product with the gradient, which was scaled.
             delta = delta * scale
         else:
             rest[1].copy_(lse)
@@ -532,6 +537,7 @@ class _Messages:
         """Add the gradients of local sources for the reader's targets; return those of the targets' logits [T, H]."""
         backward, settings = self._backward, self._backward.settings
         rows, target, delta, *rest, seed = pieces
+        # The sender multiplied by exp(top - lse), so ``top`` takes the place of lse.
         lse = rest[0] if rest else leaky_relu(self._extremes_at_reader(message.round)[0] + target, settings.slope)
         dropout = Mask(settings.dropout.p, int(seed) if len(seed) else 0)
         inputs = AttentionInputs(backward.x, backward.source, target, settings.slope, dropout)
