@@ -349,8 +349,8 @@ class KGConfig(LinkConfig):
         "validation and test triples with names that do not occur in the training triples",
         words={
             "error": "raise an error",
-            "drop": "are dropped",
-            "keep": "are kept; their entities are nodes without training edges",
+            "drop": "drop these triples",
+            "keep": "keep them; their entities are nodes without training edges",
         },
     )
     entities: Any = setting(None, _ENTITIES, type="dict or null")
@@ -682,7 +682,7 @@ class ParquetConfig(RowConfig):
     nulls: str = setting(
         "error",
         "null and NaN features",
-        words={"error": "raise an error", "zero": "count as 0; a null category is in no bucket"},
+        words={"error": "raise an error", "zero": "read them as 0; a null category is in no bucket"},
     )
 
 
