@@ -188,9 +188,8 @@ def _continue_without(job: Job, selector: selectors.BaseSelector) -> None:
     for child in job.children:
         if not (child.may_be_lost and died_of_external_cause(child)):
             continue
-        if (
-            job.machine is not None and job.end_descriptor is None
-        ):  # without workers, the key-value store tells when the job ends
+        # Without workers, the key-value store tells when the job ends.
+        if job.machine is not None and job.end_descriptor is None:
             try:
                 job.line = links.connect(job.store_address, job.key_file, GRACE_AFTER_LOSS_SECONDS, listens=True)
             except (GtrainError, OSError):

@@ -160,9 +160,8 @@ class JobRequest:
                 error.add_hint(runs.how_to_resume(Path(cfg.paths.run)))
             raise
         except SystemExit as error:
-            by_lightning = (
-                type(error).__name__ == "SIGTERMException"
-            )  # it has no exit code; Lightning is not imported here
+            # Lightning's exception has no exit code. It is told by its name, because Lightning is not imported here.
+            by_lightning = type(error).__name__ == "SIGTERMException"
             code = 128 + signal.SIGTERM if by_lightning else error.code
             if trains and isinstance(code, int) and code > 128:
                 print(f"gtrain: {runs.how_to_resume(Path(cfg.paths.run))}", file=sys.stderr, flush=True)

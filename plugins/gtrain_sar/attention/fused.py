@@ -512,9 +512,8 @@ class _Messages:
         rows, logit, *rest, seed = outgoing.pieces
         gather(backward.grad, targets, rows)
         if len(rest) == 1:
-            # exp(-lse) becomes a factor of the rows, relative to the block's largest logit.
-            # exp(top - lse) with the block's largest logit ``top``: at most 1, and not so small that it vanishes in 16
-            # bits.
+            # exp(-lse) becomes a factor of the rows, as exp(top - lse), where ``top`` is the logit that the block's
+            # largest source would give the target: below exp(_SPREAD), whether or not they share an edge.
             scale = (leaky_relu(extremes[0] + target, backward.settings.slope) - lse).exp()
             rows.mul_(scale.unsqueeze(-1))
             # delta is an inner product with the gradient, which was scaled.
