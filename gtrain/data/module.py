@@ -385,6 +385,7 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         if self.run_in_child is None:
             return self._build()
         builder = copy.copy(self)
+        # Set, since without the trainer there would be 1 part.
         builder.trainer, builder._num_parts, builder.run_in_child = None, self.num_parts, None
         self.preparation_memory = self.run_in_child(builder._build)
         return Store.open(self.store_path)

@@ -96,6 +96,7 @@ def select_rows(x: Tensor | Csr, chosen: Tensor) -> Csr:
     starts = pointers[chosen]
     counts = pointers[chosen + 1] - starts
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    # The place of an entry in x is its place in the result plus the shift of its row.
     shift = torch.repeat_interleave(starts - offsets[:-1], counts)
     entries = shift.add_(torch.arange(shift.numel(), dtype=shift.dtype, device=shift.device))
     return Csr(ids[entries], None if values is None else values[entries], offsets)
@@ -130,6 +131,8 @@ def transposed(rows: Csr, gradient: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The distinct ids, ascending, int64 [U], and their rows of the product, [U, d].
     """
+    # Sorted by id, the entries are the rows of the transpose. The sort is stable and nothing is added atomically, so
+    # the order of the sums is fixed.
     order, unique, offsets = grouped(rows.ids)
     values = None if rows.values is None else rows.values.to(gradient.dtype)[order]
     return unique, _bag(gradient, rows.row_of_entry()[order], offsets, values)

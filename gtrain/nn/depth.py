@@ -87,6 +87,7 @@ class HopMeter:
         """Return the hops between the inputs and a result that was computed inside the context, with its graph."""
         passed = set(self._results)
         best: dict[Node, int] = {}
+        # A depth-first search without recursion, which long graphs would overflow.
         stack = [result.grad_fn] if result.grad_fn is not None else []
         while stack:
             node = stack[-1]

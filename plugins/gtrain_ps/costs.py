@@ -72,6 +72,7 @@ def grid_shapes(split: str, servers: int, width: int) -> list[tuple[int, int]]:
     allowed = {
         "row": lambda rows, columns: columns == 1,
         "column": lambda rows, columns: rows == 1,
+        # Fewer than 4 servers form no grid.
         "grid": lambda rows, columns: servers < 4 or (rows > 1 and columns > 1),
         "auto": lambda rows, columns: True,
     }[split]

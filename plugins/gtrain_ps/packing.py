@@ -44,6 +44,7 @@ class Packed:
 
     def pieces(self) -> Iterator[tuple[int, memoryview]]:
         """Yield the offset and the bytes of each piece, in order."""
+        # The length of the text, in a field as wide as the alignment, then the text.
         yield 0, memoryview(len(self.text).to_bytes(_ALIGN, "little") + self.text)
         for tensor, offset in zip(self.tensors, self.offsets, strict=True):
             if tensor.numel():

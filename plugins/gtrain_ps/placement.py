@@ -13,6 +13,7 @@ from gtrain.errors import ConfigError
 from gtrain.nn import TableSpec
 
 GOLDEN = (math.sqrt(5) - 1) / 2
+# Ids are sent in 32 bits, and products of two row numbers fit int64.
 MAX_ROWS = (1 << 31) - 1
 
 
@@ -71,6 +72,7 @@ class Placement:
 
     def ids(self, block: int, begin: int, end: int) -> Tensor:
         """Return the ids of the rows ``begin`` to ``end`` of a row block, int64."""
+        # The inverse modulo n undoes the multiplication in ``locate``.
         numbers = torch.arange(block * self.height + begin, block * self.height + end)
         return numbers if self.multiplier == 1 else numbers * pow(self.multiplier, -1, self.rows) % self.rows
 
@@ -82,6 +84,7 @@ class Placement:
     def fill_initial(self, table: TableSpec, server: int, out: Tensor) -> None:
         """Fill a server's block ``[n_i, d_j]`` with the table's initial rows."""
         block, columns = self.block_of(server)
+        # By ranges of ids, for which ``initial`` is defined: the rows do not depend on the placement.
         for begin in range(0, self.rows, 4096):
             end = min(begin + 4096, self.rows)
             owner, position = self.locate(torch.arange(begin, end))

@@ -59,6 +59,7 @@ def _descends(times: Any) -> bool:
         np.array_equal(times[rows], times[half + rows.start : half + rows.stop]) for rows in chunks(0, half)
     ):
         times = times[:half]
+    # One time more than the piece, to compare across its end.
     pieces = (np.asarray(times[rows.start : rows.stop + 1]) for rows in chunks(0, len(times)))
     return any((piece[1:] < piece[:-1]).any() for piece in pieces)
 
@@ -112,6 +113,7 @@ def _sides(arrays: EdgeArrays, options: SplitOptions) -> NDArray[np.uint8]:
             hint="set data.split=random, or data.split=time where edges have times",
         )
     times = np.asarray(arrays.edge_tensors["edge_time"])
+    # Edges with equal times get the same split, even if the sizes then differ from the fractions.
     cuts = np.quantile(times, np.minimum(limits, 1.0), method="higher")
     return np.searchsorted(cuts, times, side="left").clip(max=2).astype(np.uint8)
 

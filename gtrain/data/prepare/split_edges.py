@@ -79,10 +79,12 @@ def _groups(edges: Any, graph: Data | HeteroData, target: EdgeType | None) -> tu
     nodes: Any = graph[target[0]] if isinstance(graph, HeteroData) and target is not None else graph
     num_nodes = int(nodes.num_nodes or 0)
     low, high = edge_index.min(dim=0).values, edge_index.max(dim=0).values
+    # Renumbered from 0, so that the product with the number of marks below does not overflow.
     pair = torch.unique(low * num_nodes + high, return_inverse=True)[1]
     way = (edge_index[1] - edge_index[0]).sign()
     for mark in _marks(edges, way):
         group = torch.unique(pair * (int(mark.max()) + 1) + mark, return_inverse=True)[1]
+        # The list is undirected under these marks if each group with an edge one way has one the other way.
         there, back = torch.unique(group[way > 0]), torch.unique(group[way < 0])
         if there.numel() and torch.equal(there, back):
             first = torch.full((int(group.max()) + 1,), everyone.numel())

@@ -141,6 +141,7 @@ class BigGraphData(PrepartitionedData[BigGraphConfig]):
         self._facts |= {} if reader.negative_weight is None else {"negative_weight": reader.negative_weight}
         graph = self._graph(counts, arrays, reader.relations, num_relations)
         if self.settings.keep_parts:
+            # The entities of a featurized type are its distinct bags, which are known only now.
             counts |= {name: np.array([len(entry.bags)]) for name, entry in self._bags.items()}
             parts = {entity: _part_of_entity(sizes, self.count_parts()) for entity, sizes in counts.items()}
             self.part_of_node = parts if isinstance(graph, HeteroData) else torch.cat(list(parts.values()))
@@ -221,6 +222,7 @@ class BigGraphData(PrepartitionedData[BigGraphConfig]):
         first_ids = np.cumsum([0, *totals.values()])
         numbers = type_numbers(self.schema.types, [(relation.lhs, relation.rhs) for relation in relations])
         for columns in arrays.values():
+            # A single entry of the settings gives the types of all dynamic relations.
             relation_of_edge = columns["rel"] if len(relations) > 1 else np.zeros_like(columns["rel"])
             for side, name in enumerate(("source", "target")):
                 columns[name] = columns[name] + first_ids[numbers[side][relation_of_edge]]

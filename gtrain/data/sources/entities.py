@@ -70,6 +70,7 @@ class EntitiesData(PyGData[EntitiesConfig]):
         subject, relation, target = torch.from_numpy(graph.triples)
         edge_index = torch.stack([torch.cat([subject, target]), torch.cat([target, subject])])
         edge_type = torch.cat([2 * relation, 2 * relation + 1])
+        # PyG's order: by source, target and relation.
         order = torch.from_numpy(np.lexsort((edge_type.numpy(), edge_index[1].numpy(), edge_index[0].numpy())))
         data = Data(edge_index=edge_index[:, order], edge_type=edge_type[order], num_nodes=len(graph.nodes))
         labels = {label for label in self._table(complete)[1] if label is not None}
@@ -141,6 +142,7 @@ def _labels(fields: list[str]) -> list[str | None]:
             numbers.append(float(field) if field.strip() else math.nan)
         except ValueError:
             return [field or None for field in fields]
+    # The sum turns -0.0 into 0.0.
     return [None if math.isnan(number) else repr(number + 0.0).removesuffix(".0") for number in numbers]
 
 

@@ -83,6 +83,7 @@ class HeCoData(GraphDataModule[HeCoConfig]):
         return {
             **OUTLINE,
             "num_nodes": dict.fromkeys(types.values(), OUTLINE["num_nodes"]),
+            # 16 is a placeholder: before the files are read, only None or not None is known.
             "num_features": {node_type: 16 if node_type in sparse else None for node_type in types.values()},
             "sparse_features": sparse,
             "target": self._types.labelled,

@@ -284,7 +284,10 @@ def _parse_block(text: bytes) -> tuple[NDArray[Any], ...]:
     for run, single in ((b"  ", b" "), (b" \n", b"\n"), (b"\n ", b"\n"), (b"\n\n", b"\n")):
         while run in text:
             text = text.replace(run, single)
+    # A newline now stands only at the start of a row, and each row has one: the replacements below rely on it.
     text = b"\n" + text.strip(b" \n")
+    # An empty id and the id -1 would be taken for marks of labels. Arrow would read the others as hexadecimal, infinite
+    # or missing numbers, or as numbers with two signs.
     if any(odd in text for odd in (b" :", b" -", b"++", b"+-", b"x", b"X", b"n", b"N")):
         raise pa.ArrowInvalid("malformed, but Arrow would accept it")
     text = _UNLABELLED.sub(b"\nnan ", text).replace(b"\n+", b"\n").replace(b"\n", b"\n:") if len(text) > 1 else text
@@ -310,6 +313,7 @@ def _parse_block(text: bytes) -> tuple[NDArray[Any], ...]:
     starts = np.flatnonzero(starts_row)
     several = np.add.reduceat(further, starts, dtype=np.int64) if further.any() else np.zeros_like(starts)
     unlabelled = np.isnan(labels)
+    # The index selects the first label of each row, the only one that may be missing.
     label_counts = 1 + several - unlabelled[np.cumsum(1 + several) - 1 - several]
     row_counts = np.diff(starts, append=len(table)) - 1 - several
     return labels[~unlabelled], label_counts, ids[~is_label], values.astype(np.float32), row_counts

@@ -232,6 +232,7 @@ def _read_features(path: Path, ids: Ints) -> Tensor:
         raise DataError(f"{path} names no feature", hint='write it as {"0": [3, 17], "1": []}')
     columns = np.array(listed, dtype=np.int64)
     width = int(columns.max()) + 1
+    # One number per entry sorts by row, then by column; a feature that a node lists twice counts once.
     pairs = np.unique(np.repeat(rows, counts) * width + columns)
     crow = np.concatenate([[0], np.cumsum(np.bincount(pairs // width, minlength=len(ids)))])
     return csr_tensor(

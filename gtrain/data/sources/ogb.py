@@ -247,6 +247,7 @@ def _edge_types(raw: Path) -> list[tuple[str, str, str]]:
 def _hetero_outline(raw: Path) -> tuple[dict[str, int | None], list[tuple[str, str, str]]]:
     """Return the node types with a number of features (None without), and the edge types."""
     sizes = _node_counts(raw / "num-node-dict.csv.gz")
+    # 16 is a placeholder: before the files are read, only None or not None is known.
     features = {name: 16 if (raw / "node-feat" / name / "node-feat.csv.gz").is_file() else None for name in sizes}
     return features, _edge_types(raw)
 

@@ -87,6 +87,7 @@ class TemporalData(GraphDataModule[TemporalConfig]):
         for prefix, column in (("source:", events.source), ("target:", events.target)):
             numbers, names = _compact(events, column)
             if names is None:
+                # Both sides have a node 0, so that ids alone cannot be names.
                 names = pc.cast(pa.array(np.arange(int(numbers.max()) + 1)), pa.string())
             sides.append(numbers + (len(names_of_sides[0]) if names_of_sides else 0))
             names_of_sides.append(pc.binary_join_element_wise(prefix, names, ""))
@@ -127,6 +128,7 @@ def _compact(events: Events, column: Any) -> tuple[Ints, Any]:
             hint="number nodes from 0, or give them names",
         )
     distinct, numbers = np.unique(ids, return_inverse=True)
+    # Ids are not negative here, so these are 0..N-1.
     if distinct[-1] == len(distinct) - 1:
         return ids, None
     return numbers.astype(np.int64), pc.cast(pa.array(distinct), pa.string())
