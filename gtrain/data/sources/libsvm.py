@@ -313,8 +313,11 @@ def _parse_block(text: bytes) -> tuple[NDArray[Any], ...]:
     starts = np.flatnonzero(starts_row)
     several = np.add.reduceat(further, starts, dtype=np.int64) if further.any() else np.zeros_like(starts)
     unlabelled = np.isnan(labels)
-    # The index selects the first label of each row, the only one that may be missing.
-    label_counts = 1 + several - unlabelled[np.cumsum(1 + several) - 1 - several]
+    # The index selects the first label of each row.
+    without = unlabelled[np.cumsum(1 + several) - 1 - several]
+    if unlabelled.sum() != (without & (several == 0)).sum():
+        raise pa.ArrowInvalid("an empty label in a list of several")
+    label_counts = 1 + several - without
     row_counts = np.diff(starts, append=len(table)) - 1 - several
     return labels[~unlabelled], label_counts, ids[~is_label], values.astype(np.float32), row_counts
 
