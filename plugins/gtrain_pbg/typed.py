@@ -257,7 +257,7 @@ class TypedTables:
         self, slot: int, out: int | None, into: int | None, leases: Mapping[int, int], released: Released | None
     ) -> None:
         waits: list[ReuseWaits] = [{} for _ in self._partitioned]
-        # An unchanged partition is on the disk already. A shared store needs it nevertheless, as a version of the lease.
+        # An unchanged partition is on the disk already, but a shared store needs it as a version of the lease.
         if out is not None and (out in self._changed or self.in_shared_store):
             waits = self._all(lambda table, _: table.evict(out, slot, leases.get(out, 0)), waits)
             self._changed.discard(out)

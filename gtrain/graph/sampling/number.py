@@ -83,7 +83,7 @@ def number_hashed(
         nodes, count, row: see :func:`number_dense`.
         batch: int64, the subgraph of each of ``nodes``, with the same capacity.
         column: int64 ``[e]``, the local id of each edge's target.
-        subgraph: int64, the subgraph of each target by local id (``batch`` itself if sources and targets have one type).
+        subgraph: int64, the subgraph of each target by local id; ``batch`` itself if both ends have the same type.
     """
     mask = table.shape[0] - 1
     for j in range(row.size):

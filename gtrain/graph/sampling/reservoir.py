@@ -161,9 +161,7 @@ def _reservoir(weight: Array, count: int, first_number: Any, draw: int, keys: Ar
 
 
 @njit(cache=True, nogil=True)
-def pick_latest(
-    spans: Spans, source_time: Array, limit: Array, count: int, target: Array, chosen: ChosenEdges
-) -> int:
+def pick_latest(spans: Spans, source_time: Array, limit: Array, count: int, target: Array, chosen: ChosenEdges) -> int:
     """Take the ``count`` >= 0 latest edges of each span that are not later than the frontier node's limit.
 
     Ties at the earliest taken time are broken arbitrarily but deterministically. Arguments and result as of
