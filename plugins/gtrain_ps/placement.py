@@ -15,6 +15,8 @@ from gtrain.nn import TableSpec
 GOLDEN = (math.sqrt(5) - 1) / 2
 # Ids are sent in 32 bits, and products of two row numbers fit int64.
 MAX_ROWS = (1 << 31) - 1
+MAX_ROW_BLOCKS = 256
+"""Workers note the block of an id in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,12 @@ class Placement:
             raise ConfigError(
                 f"a table has {self.rows} rows; strategy=ps supports at most {MAX_ROWS}.",
                 hint="hash the features into fewer buckets.",
+            )
+        if self.row_blocks > MAX_ROW_BLOCKS:
+            raise ConfigError(
+                f"a table is to be cut into {self.row_blocks} row blocks; strategy=ps supports at most "
+                f"{MAX_ROW_BLOCKS}.",
+                hint=f"set strategy.servers to {MAX_ROW_BLOCKS} or less.",
             )
 
     @property

@@ -21,6 +21,7 @@ from gtrain_ps.kernels.progress import DONE, STEP
 from gtrain_ps.placement import Placement, spreading_multiplier
 from gtrain_ps.server.block import Block, SparseRows
 from gtrain_ps.server.memory import PersistentServerMemory, ServerMemory
+from gtrain_ps.worker.served_table import sort_ids
 
 HEIGHT, WIDTH, ROWS = 60, 13, 40
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -198,6 +199,13 @@ def test_every_row_is_in_one_place(rows: int, shape: tuple[int, int]) -> None:
         assert torch.cat(found).sort().values.tolist() == list(range(rows))
         for block, ids in enumerate(found):
             assert bool((owner[ids] == block).all()) and place[ids].tolist() == list(range(len(ids)))
+
+
+def test_no_more_row_blocks_than_8_bits_number() -> None:
+    entries = sort_ids(torch.arange(1024), Placement(1024, 6, 256, 1), "wide")
+    assert (entries.begin, entries.ids.tolist()) == (list(range(0, 1025, 4)), [0, 1, 2, 3] * 256)
+    with pytest.raises(ConfigError, match="257 row blocks; strategy=ps supports at most 256"):
+        Placement(1024, 6, 257, 1)
 
 
 def test_blocks_start_as_the_whole_table_does() -> None:
