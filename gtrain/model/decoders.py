@@ -57,6 +57,7 @@ class DistMult(Decoder):
 
     def __init__(self, channels: int, num_relations: int | None) -> None:
         super().__init__()
+        # Near 1, so that training starts from the inner product; the relations differ only by what they learn.
         self.weight = nn.Parameter(torch.ones(num_relations or 1, channels) + 0.1 * torch.randn(1, channels))
 
     def _weight(self, relation: Tensor | None) -> Tensor:
@@ -85,6 +86,8 @@ class PairMLP(Decoder):
         return self.relation.weight[0] if relation is None else self.relation(relation)
 
     def forward(self, head: Tensor, tail: Tensor, relation: Tensor | None) -> Tensor:
+        # A linear layer over concatenated rows is the sum of two. ``tails`` and ``heads`` compute that of candidates
+        # once for all queries.
         hidden = self.source(head) + self.target(tail) + self._offset(relation)
         scores: Tensor = self.out(hidden.relu())
         return scores.squeeze(-1)

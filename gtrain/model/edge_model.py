@@ -40,6 +40,7 @@ class Ranking(Metric):
         super().__init__()
         self.name = name
         self.limit = int(name.split("@")[1]) if "@" in name else None
+        # float64: a float32 counter stops at 2**24 ranks.
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
@@ -186,6 +187,7 @@ def _ranks(
     sizes = torch.stack(spread.all_gather(torch.tensor([total, len(candidates.rows)])))
     step = max(1, CHUNK // max(int(sizes[:, 1].max()) * spread.size, 1))
     blocks = [torch.empty(0, dtype=torch.float64)]
+    # As many rounds on every rank: each round is collective.
     for start in range(0, int(sizes[:, 0].max()), step):
         counts, gathered = queries.gathered(spread, slice(min(start, total), min(start + step, total)))
         known = gathered.known if known_answers is None else known_answers(gathered.ids, gathered.relation)
@@ -200,6 +202,7 @@ def _counted(spread: Spread, candidates: _Candidates, queries: _Queries, known: 
     scores = candidates.score(queries.rows, relation, candidates.rows)  # (queries, candidates)
     index, owned = candidates.local(queries.answer)
     query, index = owned.nonzero().flatten().to(device), index[owned].to(device)
+    # Zero on ranks that do not own the answer, so that the sum below is its score.
     own = scores.new_zeros(len(scores))
     own[query] = scores[query, index]
     own = spread.all_reduce(own).unsqueeze(1)  # one rank owns each answer
@@ -211,6 +214,7 @@ def _counted(spread: Spread, candidates: _Candidates, queries: _Queries, known: 
     # NaN counts as better than the answer.
     better = (~(scores <= own)).sum(1)
     ties = (scores == own).sum(1)
+    # The answer is not its own tie. If it is among the known answers, its score is minus infinity by now.
     ties[query] -= (scores[query, index] == own[query, 0]).long()
     better, ties = spread.all_reduce(torch.stack([better, ties]))
     return (1 + better.double() + ties.double() / 2).cpu()
@@ -242,6 +246,7 @@ class Auc(Metric):
 
     def compute(self) -> Tensor:
         true, false = dim_zero_cat(self.true).contiguous(), dim_zero_cat(self.false).sort().values
+        # The false scores below each true one, plus those below or equal: ties count 1 of 2.
         below = torch.searchsorted(false, true) + torch.searchsorted(false, true, right=True)
         return below.double().sum() / (2 * true.numel() * false.numel())  # 0 / 0 is NaN
 

@@ -43,6 +43,7 @@ def log_mean_loss(module: pl.LightningModule, split: str, total: Tensor, weight:
         total: loss summed over the batch's rows.
         weight: sum of the rows' weights.
     """
+    # 0 / tiny is 0, the loss of a batch without rows.
     loss = total / weight.clamp(min=torch.finfo(weight.dtype).tiny)
     metric: MeanLoss = getattr(module, f"{split}_loss")
     first = not metric.update_count

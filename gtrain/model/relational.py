@@ -279,6 +279,7 @@ class HGT(nn.Module):
         x_dict = {node_type: x.relu() for node_type, x in x_dict.items()}
         for number, conv in enumerate(self.convs):
             x_dict, edge_index_dict, _ = trim(number, hops, x_dict, edge_index_dict)
+            # HGTConv returns None for a node type without in-edges.
             new = {node_type: x for node_type, x in conv(x_dict, edge_index_dict).items() if x is not None}
             x_dict = x_dict | {t: F.dropout(x, self.dropout, self.training) for t, x in new.items()}
         return {node_type: self.head(x) for node_type, x in x_dict.items()}

@@ -73,6 +73,7 @@ class ShardNodes:
         order = torch.argsort(block, stable=True)
         groups = global_id[order].split(torch.bincount(block, minlength=self.num_parts).tolist())
         local = [groups[0] - self.offsets[self.part]]
+        # Each halo is ascending: a binary search gives a node's position in it.
         local += [self.block_ptr[r] + torch.searchsorted(self.halo[r], groups[r]) for r in range(1, self.num_parts)]
         return order, torch.cat(local)
 
@@ -86,8 +87,10 @@ def shard_nodes(part: int, offsets: Tensor, read: Iterable[Tensor]) -> ShardNode
         read: int64 tensors of global ids of the sources of the part's edges, in any order.
     """
     num_parts, first, last = offsets.numel() - 1, offsets[part], offsets[part + 1]
+    # Each tensor is reduced to distinct ids first: all sources at once would take as much memory as the edges.
     remote = [ids[(ids < first) | (ids >= last)].unique() for ids in read] if num_parts > 1 else []
     halo_ids = torch.cat(remote).unique() if remote else offsets[:0]
+    # Ascending global ids are grouped by owner, since parts are ranges.
     owned = halo_ids.split(count_by_owner(halo_ids, offsets))
     blocks = tuple((part - r) % num_parts for r in range(num_parts))
     halo = (offsets[:0], *(owned[owner] for owner in blocks[1:]))

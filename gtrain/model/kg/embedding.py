@@ -168,6 +168,7 @@ class KGEmbedding(EdgeModel):
         weights = self.schema.weights
         self._relation_weight: Tensor | None
         self.register_buffer("_relation_weight", None if weights is None else torch.tensor(weights), persistent=False)
+        # With all nodes as negatives a gradient has every row: a sparse one would be larger than a dense one.
         dense = {end for group in self.schema.groups if group.all_negs for end in (group.lhs, group.rhs)}
         self.entities = EntityTables(
             self.schema.entities,
@@ -292,6 +293,7 @@ class KGEmbedding(EdgeModel):
             chunk = self._groups[group].loss.chunk_numbers(some.relation)
             number[positions], unit[positions] = chunk, chunk + total
             total += int(chunk.max()) + 1 if len(chunk) else 0
+        # Consecutive chunks, in shares whose sizes differ by at most one chunk.
         mine = (unit * ranks // max(total, 1) == rank).nonzero().flatten()
         return mine, number[mine]
 

@@ -92,6 +92,7 @@ class Linear(Operator):
         order = relation.argsort()
         relations, counts = relation[order].unique_consecutive(return_counts=True)
         pieces = rows[order].split(counts.tolist())
+        # Embeddings are rows: A x becomes x @ A.T.
         products = [piece @ self.matrix[r].T for piece, r in zip(pieces, relations.tolist(), strict=True)]
         return torch.cat(products)[order.argsort()] if products else rows
 
@@ -322,6 +323,7 @@ class EdgeScores(nn.Module):
         d = self.dimension
         parts = [self.forwards.magnitudes(rows[:, :d]) for rows in (heads, tails)]
         operators = [self.forwards] if self.backwards is None else [self.forwards, self.backwards]
+        # With reciprocal relations an edge has the parameters of both directions.
         parts += [part for operator in operators if (part := operator.relation_magnitudes(relation)) is not None]
         return reduce(torch.add, [part.pow(3).sum(-1) for part in parts])
 

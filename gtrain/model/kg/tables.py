@@ -85,6 +85,7 @@ class EntityTables(nn.Module):
         """Return embeddings ``[n, D]`` of nodes of all types, without biases; NaN in columns that a type lacks."""
         rows = self[0].weight.new_full((len(ids), max(spec.dimension for spec in self._entities)), torch.nan)
         for number, spec in enumerate(self._entities):
+            # The ids of a type are a range.
             members = ((ids >= spec.first) & (ids < spec.first + spec.count)).nonzero().flatten()
             if len(members):
                 rows[members, : spec.dimension] = self.rows[number](ids[members] - spec.first)[:, : spec.dimension]

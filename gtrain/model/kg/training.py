@@ -250,6 +250,7 @@ class TrainingLoss:
             edges: true ones.
             draw: draws the uniform negatives of chunks; a :class:`~gtrain.model.kg.training.ChunkDraws` of one group.
         """
+        # Empty, but computed from the table, so that the loss has a gradient function as on other ranks.
         if not len(edges):
             return tables[0](edges.head).sum(-1)
         blocks, device = self._blocks(edges), edges.head.device
@@ -265,6 +266,7 @@ class TrainingLoss:
             else:
                 each = self._of_block(tables, edges, block, drawn)
             losses.append(each[block.filled])
+        # Back from the order of chunks to that of the batch.
         order = torch.cat([block.edge[block.filled] for block in blocks])
         return torch.cat(losses)[order.argsort()]
 

@@ -125,6 +125,7 @@ class WorkerBatches:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Resume behind these batches of this epoch; later epochs start from their first batch."""
         self._state = dict(state)
+        # An interrupted epoch is continued; a complete one, or none, is followed by the next.
         self._loader.epoch = state["epoch"] + (state["epoch"] < 0 or state["done"] >= len(self))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -163,6 +164,7 @@ class WorkerBatches:
     def _build(self, number: int, chunk: Tensor, step: tuple[int, int]) -> Batch:
         """Build a step's batch, the ``number``-th of this pass; ``step`` is its epoch, and its number there."""
         count, seeds = chunk.numel(), self._seeds
+        # The step's seeds in consecutive shares, whose sizes differ by at most 1.
         share: Tensor | slice = slice(self._rank * count // self._size, (self._rank + 1) * count // self._size)
         numbers: Tensor | None = None
         if isinstance(seeds, EdgeSeeds) and self._deal is not None and self._size > 1:

@@ -80,6 +80,7 @@ class RowTable:
         offsets = np.zeros(count + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         ids, values = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], self._dtype)
+        # Lengths first: then the rows of all parts are copied straight to their positions in the batch.
         for low, high, part in self._spans:
             kernels.copy_rows(chosen, low, high, part.starts, part.ids, part.values, offsets, ids, values)
         batch = Data(num_nodes=count, seeds=torch.arange(count), batch_size=count, n_id=rows)

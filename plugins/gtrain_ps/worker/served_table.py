@@ -89,6 +89,7 @@ class ServerTableStorage(RemoteTableStorage):
 
     def prefetch(self, rows: Csr, step: int, training: bool) -> None:
         """Send rows whose product will be needed later, with the same tensor of ids. Any thread may call this."""
+        # The key is the identity of the tensor. The entry holds the tensor, so that no other gets the same identity.
         self._prefetched[id(rows.ids)] = rows.ids, self._send_rows(rows, step, training)
 
     def discard_prefetched(self) -> None:
@@ -345,11 +346,13 @@ def sort_rows(rows: Csr, placement: Placement, dtype: torch.dtype, name: str) ->
     """
     block, position = _locate(rows.ids, placement, name)
     blocks, offsets = placement.row_blocks, rows.offsets.numpy()
+    # Most rows have few entries: 2 bytes per length instead of 4.
     lengths_dtype = np.uint16 if np.diff(offsets).max(initial=0) < 1 << 16 else np.int32
     lengths = np.zeros((blocks, rows.num_rows), lengths_dtype)
     totals = np.zeros(blocks, np.int64)
     kernels.count_blocks(block, offsets, lengths, totals)
     values = None if rows.values is None else rows.values.detach().to(dtype)
+    # Ones are not sent: the server then adds rows without a factor.
     if values is not None and kernels.all_ones(values.numpy()):
         values = None
     begin = np.zeros(blocks + 1, np.int64)

@@ -78,6 +78,7 @@ def most_visited(features: FeatureStore, visits: Mapping[str, Array], nbytes: in
         ids.append(remote)
         worth.append(visits[node_type][remote] / row_bytes)
         cost.append(np.full(remote.size, row_bytes))
+    # Greedy by visits per byte, over all node types: wide rows must be visited more often.
     order = np.argsort(-np.concatenate(worth), kind="stable")
     fits = np.zeros(order.size, bool)
     fits[order[np.cumsum(np.concatenate(cost)[order]) <= budget]] = True
@@ -87,6 +88,7 @@ def most_visited(features: FeatureStore, visits: Mapping[str, Array], nbytes: in
 
 def _fetch(features: FeatureStore, node_type: str, ids: Array, count: int) -> dict[str, Array]:
     """Request the rows of ascending ids; return the arrays of :class:`FeatureCache`."""
+    # A bit per node, and per word the number of bits before it: together they give a cached node's row.
     bits, ranks = np.zeros(count // 64 + 1, np.uint64), np.zeros(count // 64 + 1, np.uint32)
     kernels.rank_bits(ids, bits, ranks)
     step = max(1, int(FILL_BYTES / max(1.0, features.row_bytes(node_type))))
@@ -177,6 +179,7 @@ def _add_choices(indptr: Array, indices: Array, weights: Array, count: int, reac
     for i in range(weights.size):
         degree = indptr[i + 1] - indptr[i]
         if weights[i] > 0 and degree:
+            # count / degree in float64, rounded once: min(1, k/d).
             share = weights[i] if count < 0 or count >= degree else weights[i] * np.float32(count / degree)
             for e in range(indptr[i], indptr[i + 1]):
                 reached[indices[e]] += share

@@ -260,10 +260,12 @@ class RequestHistory:
         """Make room for more rows in the segments and in the map."""
         per_owner = max(1, -(-missed // self._chunk))
         if per_owner > self._per_owner:
+            # A power of 2, so that the segments are renumbered seldom.
             self._per_owner = 1 << (per_owner - 1).bit_length()
             # The segments of earlier batches are numbered differently.
             self.clear()
         if self._wide and self._used + missed > self._map.shape[0] * 3 // 4:
+            # Twice the rows of the last batches and of this one, rounded up: at most half full.
             larger = np.zeros((1 << (2 * (sum(self._sizes) + missed)).bit_length(), 2), np.int64)
             self._used = kernels.rehash(self._map, oldest, larger)
             self._map = larger

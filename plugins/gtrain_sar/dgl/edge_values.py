@@ -438,10 +438,12 @@ class FunctionCall(PropagateCall):
     def _probe(self) -> bool:
         block, tensors = probe_inputs(self)
         read: set[tuple[str, str]] = set()
+        # A function that draws random numbers would draw others for each block.
         before, start = torch.get_rng_state(), _sequence_number()
         messages = self._run(block, tensors, lambda role, name: read.add((role, name)))
         if not torch.equal(before, torch.get_rng_state()):
             return False
+        # A function that mixes edges, such as a mean over all of them, gives two edges alone another result.
         pair = block.select(slice(2))
         same = torch.allclose(self.message_of(pair, tensors), messages[:2], rtol=1e-3, atol=1e-6, equal_nan=True)
         leaves = _leaves(messages, start)
