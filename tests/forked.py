@@ -143,12 +143,12 @@ class Program:
                     kill(pid, signal.SIGKILL)
 
 
-def lasting(folder: Path, *arguments: str, run: str = "run") -> Program:
+def lasting(folder: Path, *arguments: str, run: str = "run", program: tuple[str, ...] = ("-m", "gtrain")) -> Program:
     """``gtrain ARGUMENTS`` that trains until :func:`enough`: it does not end before a test has disturbed it."""
     until = f"+callbacks.until={{_target_:train_until.TrainUntil,folder:{folder}/until}}"
     more = (until, "trainer.max_epochs=100000", f"hydra.run.dir={run}")
     env = {"PYTHONPATH": str(Path(__file__).with_name("assets"))}
-    return Program("-m", "gtrain", *arguments, *more, cwd=folder, env=env)
+    return Program(*program, *arguments, *more, cwd=folder, env=env)
 
 
 def enough(folder: Path) -> None:

@@ -41,6 +41,9 @@ class ThreadGroup:
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         return self.all_gather_object(value)[source]
 
+    def watch(self, rank: int, done_within: Callable[[float], bool]) -> None:
+        assert done_within(LIMIT), f"waited {LIMIT} s for rank {rank}"
+
 
 def together(size: int, act: Callable[[Any], Result]) -> list[Result]:
     """Call ``act`` with the group of each rank, each in a thread; returns what they return, in rank order."""

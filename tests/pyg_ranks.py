@@ -39,7 +39,7 @@ class LoopbackPeers:
         self.asked.append((part, method, fields, tensors))
         return self.clients[part].submit(method, fields, tensors)
 
-    def wait(self, answer: Future[Message]) -> Message:
+    def wait(self, part: int, answer: Future[Message]) -> Message:
         self.answers.append(answer.result())
         return self.answers[-1]
 

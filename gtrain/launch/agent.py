@@ -306,7 +306,7 @@ def describe_end(child: Child, of: int) -> str:
         return f"{where} failed with {child.failure['type']}: {child.failure['message'] or 'no message'}"
     status = child.status or 0
     if child.silent_seconds is not None:
-        return f"{where} gave no sign of life for {child.silent_seconds:g} s and was killed"
+        return f"{where} sent no heartbeat for {child.silent_seconds:g} s and was killed"
     if status < 0:
         return f"{where} was killed by {signal.Signals(-status).name}"
     task = "its task was done" if child.slot.role == WORKER else "the job was over"

@@ -19,7 +19,7 @@ from typing import Any
 
 from gtrain.backends import load
 from gtrain.launch import slot as slots
-from gtrain.launch.logs import STACKS_SIGNAL, capture, log_path
+from gtrain.launch.logs import STACKS_SIGNAL, capture, log_path, watch_stacks_signal
 from gtrain.launch.shipping import write_result
 from gtrain.launch.slot import JobContext, Slot
 from gtrain.launch.sockets import Listener
@@ -285,6 +285,7 @@ def stop_event() -> threading.Event:
     """
     event = threading.Event()
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # threads that start later inherit it
+    watch_stacks_signal()
 
     def wait() -> None:
         signal.sigwait(_STOP_SIGNALS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -10,6 +12,11 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from gtrain.launch import launchers
 from gtrain.launch import slot as slots
 from gtrain.launch.slot import JobContext
+
+SAY_SECONDS = 10.0
+"""How long a process waits for another before it reports which one it waits for."""
+REPORT_SECONDS = 30.0
+"""How often it reports a longer wait."""
 
 
 class AgentEnvironment(ClusterEnvironment):
@@ -91,3 +98,24 @@ def say_waiting(process: str, seconds: float, note: str = "") -> None:
         slots.report("waiting", process=process, seconds=seconds, note=note)
     elif launchers.is_first() or process.startswith("rank 0 "):
         os.write(2, f"gtrain: waiting for {process}, {seconds:.0f} s{note}\n".encode())
+
+
+class WaitReport:
+    """Reports a wait after :data:`SAY_SECONDS`, and then every :data:`REPORT_SECONDS`.
+
+    Args:
+        process: the process that is waited for; see :func:`say_waiting`.
+        say: prints the report.
+    """
+
+    def __init__(self, process: str, say: Callable[[str, float], None] = say_waiting) -> None:
+        self._process, self._say = process, say
+        self._start, self._next = time.monotonic(), SAY_SECONDS
+
+    def __call__(self) -> float:
+        """Report the wait if a report is due; called repeatedly while it lasts. Returns its seconds."""
+        waited = time.monotonic() - self._start
+        if waited >= self._next:
+            self._next = REPORT_SECONDS * (waited // REPORT_SECONDS + 1)
+            self._say(self._process, waited)
+        return waited

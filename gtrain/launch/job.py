@@ -18,6 +18,8 @@ from gtrain.settings import part
 SERVER = "gtrain.strategy.server:run"  # the task of a server process, which calls the function of its role
 STORE_SERVER = "gtrain.launch.job_store:serve_store"
 STORE = "store"
+STORE_SLOT = Slot(STORE, 0, 0, 0)
+"""The process that serves the key-value store if rank 0 may be restarted."""
 
 
 @dataclass
@@ -68,7 +70,7 @@ def process_specs(job: Job, task: str | Callable[..., Any], args: Sequence[Any])
     specs = server_specs(job)
     restarts = restarts_of(job.roles, WORKER)
     if restarts and job.store:
-        specs.append(ProcessSpec(Slot(STORE, 0, job.machine or 0, 0), STORE_SERVER, serves_store=True))
+        specs.append(ProcessSpec(STORE_SLOT, STORE_SERVER, serves_store=True))
     for slot in worker_slots(job.num_nodes, job.devices, job.machine):
         serves = slot.rank == 0 and not restarts and bool(job.store)
         first = slot.rank == 0
@@ -131,6 +133,7 @@ def start(job: Job, spec: ProcessSpec, restarts: int, *not_inherited: int) -> Ch
             slot=spec.slot,
             store_fds=store_fds if spec.serves_store else (),
             report_fd=report_fd,
+            store_server=STORE_SLOT.label if restarts_of(job.roles, WORKER) else "rank 0",
             simulated=job.machine is None,
             restarts=restarts,
             descriptor=spec.listener.descriptor if spec.listener is not None else None,

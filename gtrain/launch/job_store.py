@@ -7,7 +7,7 @@ serves it, on sockets that the agent bound. Under other launchers, the first pro
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,16 @@ from gtrain.errors import PeerLostError
 from gtrain.launch import launchers
 from gtrain.launch import slot as slots
 from gtrain.launch.children import stop_event
-from gtrain.launch.environment import AgentEnvironment, find_environment
+from gtrain.launch.environment import AgentEnvironment, WaitReport, find_environment
 from gtrain.launch.job import machine_of_server
 from gtrain.launch.key_value import KeyValueServer, KeyValueStore, await_end
 from gtrain.launch.slot import WORKER, Slot
 from gtrain.launch.sockets import Listener, is_loopback, own_address
 
-TIMEOUT_SECONDS = 1800.0
+TIMEOUT_SECONDS = 300.0
 """How long to wait for ranks that other launchers start, and for rank 0 to publish the run's folder."""
+POLL_SECONDS = 1.0
+"""How often a process that waits for another reports it."""
 _store: KeyValueStore | None = None
 _address: str | None = None
 _served: list[Any] = []
@@ -104,9 +106,43 @@ def job_store(environment: ClusterEnvironment) -> KeyValueStore:
     """
     global _store
     if _store is None:
-        address = store_address(environment)
-        _store = KeyValueStore(address, slots.roster().key_file, TIMEOUT_SECONDS)
+        address, server = store_address(environment), _name_of_server(environment)
+        _store = KeyValueStore(address, slots.roster().key_file, TIMEOUT_SECONDS, lambda: WaitReport(server))
     return _store
+
+
+def _name_of_server(environment: ClusterEnvironment) -> str:
+    """Return the name of the process that serves the store."""
+    label = environment.context.store_server if isinstance(environment, AgentEnvironment) else "rank 0"
+    return f"{label} (machine 0)"
+
+
+def await_key(
+    store: KeyValueStore,
+    key: str,
+    process: str,
+    seconds: float = TIMEOUT_SECONDS,
+    check: Callable[[], object] = lambda: None,
+) -> bytes:
+    """Wait for a key that another process sets when it comes, and return its value; report a long wait.
+
+    Args:
+        store: the store, or a part of it.
+        key: the key.
+        process: name of the process.
+        seconds: how long to wait.
+        check: called every second; may raise.
+
+    Raises:
+        PeerLostError: the process did not come in time, or the store is gone.
+    """
+    report, waited = WaitReport(f"{process} to come"), 0.0
+    while (value := store.poll(key, max(0.0, min(POLL_SECONDS, seconds - waited)))) is None:
+        check()
+        waited = report()
+        if waited >= seconds:
+            raise PeerLostError(f"{process} did not come within {seconds:g} s")
+    return value
 
 
 def await_end_of_store(address: str) -> PeerLostError | None:
@@ -150,7 +186,7 @@ def broadcast_text(environment: ClusterEnvironment, text: str) -> str:
     store = job_store(environment).prefixed("gtrain-agreed")
     if environment.global_rank() == 0:
         store.set(str(_broadcasts), text)
-    return store.get(str(_broadcasts)).decode()
+    return await_key(store, str(_broadcasts), job_network(environment).name_of(0)).decode()
 
 
 def serve_store() -> None:

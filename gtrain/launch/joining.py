@@ -20,9 +20,9 @@ from gtrain.errors import ConfigError
 from gtrain.launch import agent
 from gtrain.launch import slot as slots
 from gtrain.launch.children import ProcessSpec, resolve
-from gtrain.launch.environment import find_environment
+from gtrain.launch.environment import WaitReport, find_environment
 from gtrain.launch.job import Job, server_spec
-from gtrain.launch.job_store import broadcast_text, job_store, store_address
+from gtrain.launch.job_store import await_key, broadcast_text, job_store, store_address
 from gtrain.launch.keeper import Keeper
 from gtrain.launch.key_value import KeyValueStore
 from gtrain.launch.launchers.base import RankInfo
@@ -35,6 +35,7 @@ from gtrain.run import runs
 
 SERVER_BY_HAND = "gtrain.strategy.server:run_by_hand"
 BY_HAND, BY_AGENT = "by hand", "by the agents"
+_FIRST = "rank 0 (machine 0)"
 
 
 def run_worker(cfg: DictConfig, choices: dict[str, str], plans: Sequence[RolePlan]) -> Any:
@@ -113,7 +114,9 @@ def run_server(cfg: DictConfig, plan: RolePlan, store_location: StoreLocation, k
     Raises:
         ConfigError: its rank, or every rank, is taken.
     """
-    job_values = KeyValueStore(store_location.address, key_file, cfg.cluster.timeout_seconds)
+    job_values = KeyValueStore(
+        store_location.address, key_file, cfg.cluster.timeout_seconds, lambda: WaitReport(_FIRST)
+    )
     store = _registrations(job_values)
     _check_by_hand(store, plan)
     check_release(job_values, f"gtrain serve role={plan.name}")
@@ -172,7 +175,7 @@ def _claim(store: KeyValueStore, slot: Slot, restarts: int) -> None:
 
 def _check_by_hand(store: KeyValueStore, plan: RolePlan) -> None:
     """Refuse a server that the agents start; rank 0 publishes which ones are started by hand."""
-    if store.get(f"role/{plan.name}").decode() != BY_HAND:
+    if await_key(store, f"role/{plan.name}", _FIRST).decode() != BY_HAND:
         raise ConfigError(
             f"role={plan.name} was set; the job's own commands start these servers.",
             hint=f"start the workers with cluster.standalone=[{plan.name}], or no {plan.name} by hand.",

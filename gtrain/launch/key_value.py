@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
+import ssl
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -17,8 +19,10 @@ from gtrain.launch import links
 
 _LENGTH = struct.Struct("!I")
 _LONGEST = 16 << 20
-_ANSWER_SECONDS = 60.0
-"""How long the server may take for an answer that does not wait for a key."""
+_WAIT_SECONDS = 1.0
+"""How often a client that waits for an answer reports it."""
+_END_SECONDS = 300.0
+"""How long :func:`await_end` tries to connect."""
 _SLICE_SECONDS = 0.5
 """How long the server waits for a key per request; the client repeats the request, so that its threads take turns."""
 
@@ -79,16 +83,24 @@ class KeyValueStore:
     Args:
         address: where it is served; see :func:`gtrain.launch.links.connect`.
         key_file: path of the job's key file, or None within a machine.
-        timeout_seconds: how long to try to connect, and the default time to wait for a key.
+        timeout_seconds: how long to try to connect and to wait for an answer, and the default time to wait for a key.
+        report_wait: returns a function that is called repeatedly while the server does not answer, such as a
+            :class:`gtrain.launch.environment.WaitReport`.
 
     Raises:
         RefusedConnectionError: the server belongs to another job.
         PeerLostError: nothing answers at the address.
     """
 
-    def __init__(self, address: str, key_file: str | None, timeout_seconds: float) -> None:
-        self.address, self._timeout_seconds = address, timeout_seconds
-        self._line = links.connect(address, key_file, timeout_seconds)
+    def __init__(
+        self,
+        address: str,
+        key_file: str | None,
+        timeout_seconds: float,
+        report_wait: Callable[[], Callable[[], object]] = lambda: lambda: None,
+    ) -> None:
+        self.address, self._timeout_seconds, self._report_wait = address, timeout_seconds, report_wait
+        self._line = links.connect(address, key_file, timeout_seconds, on_wait=report_wait())
         self._lock = threading.Lock()
         self._prefix = ""
 
@@ -121,27 +133,50 @@ class KeyValueStore:
         Raises:
             PeerLostError: the key was not set in time, or the store is gone.
         """
-        deadline = time.monotonic() + (self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+        value = self.poll(key, self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+        if value is None:
+            raise PeerLostError(f"the job's key-value store has no key {self._prefix + key}: it was not set in time")
+        return value
+
+    def poll(self, key: str, seconds: float) -> bytes | None:
+        """Wait for a key for at most ``seconds``, and return its value; None if it was not set.
+
+        Raises:
+            PeerLostError: the store is gone.
+        """
+        deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
             (value,) = self._request("get", [self._prefix + key], max(0.0, min(_SLICE_SECONDS, left)))
             if value is not None:
                 return bytes(value)
             if left <= 0:
-                raise PeerLostError(
-                    f"the job's key-value store has no key {self._prefix + key}: it was not set in time"
-                )
+                return None
 
     def _request(self, *request: Any) -> Any:
         with self._lock:
             try:
-                self._line.settimeout(_ANSWER_SECONDS)
+                self._line.settimeout(self._timeout_seconds)
                 _send(self._line, request)
+                self._await_answer()
                 return _receive(self._line)
             except OSError as error:
                 self._line.close()  # a late reply would be taken for the next one
                 reason = error.strerror or error
                 raise PeerLostError(f"the job's key-value store at {self.address} is gone: {reason}") from error
+
+    def _await_answer(self) -> None:
+        """Wait until the first bytes of an answer can be read, or until reading them would raise."""
+        report, deadline = self._report_wait(), time.monotonic() + self._timeout_seconds
+        poll = select.poll()  # select() cannot wait for descriptors above 1023
+        poll.register(self._line, select.POLLIN)
+        while not (isinstance(self._line, ssl.SSLSocket) and self._line.pending()):
+            left = deadline - time.monotonic()
+            if poll.poll(1000 * max(0.0, min(_WAIT_SECONDS, left))):
+                return
+            if left <= 0:
+                raise TimeoutError(f"no answer for {self._timeout_seconds:g} s")
+            report()
 
 
 def await_end(address: str, key_file: str | None) -> PeerLostError | None:
@@ -152,7 +187,7 @@ def await_end(address: str, key_file: str | None) -> PeerLostError | None:
         key_file: path of the job's key file.
     """
     try:
-        with links.connect(address, key_file, _ANSWER_SECONDS, listens=True) as connection:
+        with links.connect(address, key_file, _END_SECONDS, listens=True) as connection:
             connection.recv(1)
     except PeerLostError as error:
         return error

@@ -43,7 +43,14 @@ class RefusedConnectionError(ConfigError):
     """The other end of a connection does not belong to this job: it has another key or another user."""
 
 
-def connect(address: str, key_file: str | None, timeout_seconds: float, *, listens: bool = False) -> socket.socket:
+def connect(
+    address: str,
+    key_file: str | None,
+    timeout_seconds: float,
+    *,
+    listens: bool = False,
+    on_wait: Callable[[], object] = lambda: None,
+) -> socket.socket:
     """Connect to a process of the job and authenticate it.
 
     Args:
@@ -51,6 +58,7 @@ def connect(address: str, key_file: str | None, timeout_seconds: float, *, liste
         key_file: path of the job's key file; None connects to processes of this machine only.
         timeout_seconds: how long to try.
         listens: whether the process is known to have listened there, so that a refused connection means it is gone.
+        on_wait: called after each attempt that failed, and at least every :data:`HANDSHAKE_SECONDS`.
 
     Raises:
         RefusedConnectionError: the process there does not belong to the job.
@@ -70,6 +78,7 @@ def connect(address: str, key_file: str | None, timeout_seconds: float, *, liste
             gone = listens and isinstance(error, (FileNotFoundError, ConnectionRefusedError))
             if gone or time.monotonic() >= deadline:
                 raise PeerLostError(f"{address} does not answer: {error.strerror or error}") from error
+        on_wait()
         time.sleep(RETRY_SECONDS)
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,14 +19,40 @@ def log_path(log_dir: Path, label: str) -> Path:
 
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""On this signal a process writes the stacks of all threads to its log, even while it runs compiled code."""
+"""On this signal a process writes the stacks of all threads to its log."""
 _log: TextIO | None = None
+_watcher: threading.Thread | None = None
+
+# Stacks are written by Python code, which holds the interpreter lock, so that no frame changes meanwhile.
+# faulthandler.register would write them in the signal's handler, beside threads that run: a process that was stopped,
+# and had the signal pending when it continued, read frames that were gone and crashed. The price: compiled code that
+# holds the interpreter lock delays the stacks until it returns.
 
 
 def write_stacks() -> None:
     """Write the stacks of all threads to this process's log, or to the terminal if it has none."""
     with contextlib.suppress(OSError, ValueError):
         faulthandler.dump_traceback(_log or sys.stderr)
+
+
+def watch_stacks_signal() -> None:
+    """Wait for :data:`STACKS_SIGNAL` in a thread, so that the main thread may be in compiled code when it arrives.
+
+    Call it in the main thread before others start: they inherit that the signal is blocked. Without this call the main
+    thread writes the stacks, once it runs Python code. A process with this thread must not fork ranks.
+    """
+    global _watcher
+    if _log is None or _watcher is not None:
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {STACKS_SIGNAL})
+    _watcher = threading.Thread(target=_write_on_signals, name="gtrain-stacks", daemon=True)
+    _watcher.start()
+
+
+def _write_on_signals() -> None:
+    while True:
+        signal.sigwait({STACKS_SIGNAL})
+        write_stacks()
 
 
 def capture(path: Path, *, terminal: bool, append: bool = False) -> None:
@@ -40,7 +67,7 @@ def capture(path: Path, *, terminal: bool, append: bool = False) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     global _log
     log = _log = open(path, "a" if append else "w", buffering=1)  # noqa: SIM115 - open as long as the process lives
-    faulthandler.register(STACKS_SIGNAL, file=log, all_threads=True)
+    signal.signal(STACKS_SIGNAL, lambda *_: write_stacks())
     if terminal:
         terminal_streams = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(sys.stderr, log)  # type: ignore[assignment]

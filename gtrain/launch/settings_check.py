@@ -16,10 +16,16 @@ from omegaconf import DictConfig, OmegaConf
 from gtrain import __version__
 from gtrain.config import plain
 from gtrain.errors import ConfigError
+from gtrain.launch.job_store import await_key
 from gtrain.launch.key_value import KeyValueStore
 
 CHECK_SECONDS = 1.0
 """How often a rank that waits for another rank calls :func:`check_refused`."""
+READ_SECONDS = 10.0
+"""How long rank 0, with which the store may end, waits until the others have read a refusal."""
+_POLL_SECONDS = 0.02
+_HERE, _READ = "ranks here", "ranks that read the refusal"
+"""Keys of the numbers of ranks that called :func:`check_same`, and of those that end because of a refusal."""
 _RELEASE = "gtrain"
 _MACHINE_SPECIFIC = ("cluster", "logger", "output", "paths", "role")
 """Groups and keys that may differ between machines."""
@@ -56,14 +62,16 @@ def check_same(job: KeyValueStore, rank: int, name: str, settings: Mapping[str, 
         ConfigError: a setting or the release differs; the message has the key and both values.
     """
     store = job.prefixed("gtrain-settings")
+    store.add(_HERE, 1)
     if rank == 0:
         store.set("rank 0", json.dumps({"name": name, "settings": settings}))
         return
-    first = json.loads(store.get("rank 0"))
+    first = json.loads(await_key(store, "rank 0", "rank 0 (machine 0)"))
     different = _differences(settings, first["settings"])
     if different:
         error = _refusal(f"{name} has {_listed(different, 0)}, and {first['name']} has {_listed(different, 1)}.")
         store.set("refused", error.message)
+        store.add(_READ, 1)
         raise error
 
 
@@ -73,22 +81,30 @@ def check_release(job: KeyValueStore, name: str) -> None:
     Raises:
         ConfigError: the releases differ; the message has both.
     """
-    first = json.loads(job.prefixed("gtrain-settings").get("rank 0"))
+    first = json.loads(await_key(job.prefixed("gtrain-settings"), "rank 0", "rank 0 (machine 0)"))
     release = first["settings"][_RELEASE]
     if release != __version__:
         raise _refusal(f"{name} has gtrain={__version__}, and {first['name']} has gtrain={release}.")
 
 
 def check_refused(job: KeyValueStore, rank: int) -> None:
-    """Raise the error of a rank whose settings differ. Rank 0 raises last, because the store ends with it.
+    """Raise the error of a rank whose settings differ.
+
+    The store may end with rank 0. So rank 0 raises once all other ranks that came have read the error, or after
+    :data:`READ_SECONDS`.
 
     Raises:
         ConfigError: the error that :func:`check_same` raised in that rank.
     """
     store = job.prefixed("gtrain-settings")
-    if store.check(["refused"]):
-        time.sleep(2 * CHECK_SECONDS if rank == 0 else 0.0)
-        raise _refusal(store.get("refused").decode())
+    if not store.check(["refused"]):
+        return
+    error, deadline = _refusal(store.get("refused").decode()), time.monotonic() + READ_SECONDS
+    read = store.add(_READ, 1)
+    while rank == 0 and read < store.add(_HERE, 0) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        read = store.add(_READ, 0)
+    raise error
 
 
 def _refusal(message: str) -> ConfigError:

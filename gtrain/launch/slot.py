@@ -96,6 +96,7 @@ class JobContext(JobBase):
         slot: this process.
         store_fds: listening sockets of the store in the process that serves it, empty elsewhere.
         report_fd: write end of the pipe to the agent; one JSON object per line.
+        store_server: label of the process that serves the store.
         simulated: whether this machine simulates all machines of the job.
         restarts: how many times the agent has restarted this slot.
         descriptor: the listening socket of a server, bound before the fork; None for a worker.
@@ -106,6 +107,7 @@ class JobContext(JobBase):
     slot: Slot
     store_fds: tuple[int, ...]
     report_fd: int
+    store_server: str = "rank 0"
     simulated: bool = True
     restarts: int = 0
     descriptor: int | None = None

@@ -39,6 +39,7 @@ from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import agent_environment, find_environment
+from gtrain.launch.logs import watch_stacks_signal
 from gtrain.model.inputs import check_weights, unread_data, weight_demand, zero_demand
 from gtrain.nn import RemoteTableStorage, tables
 from gtrain.nn.dropout import ExactDropout, StepRows, rows_of
@@ -227,6 +228,8 @@ class GraphStrategy(ParallelStrategy):
         self.set_world_ranks()
         if not self._group_formed:
             self._prepare_data()
+            if self.world_size > 1:
+                watch_stacks_signal()  # a thread, so not before the data are prepared
             self.group = self.make_group()
             self._group_formed = True
 

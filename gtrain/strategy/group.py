@@ -158,6 +158,21 @@ class Group:
         staged = torch.empty_like(tensor, device="cpu")
         return Transfer(self, name, self.mesh.receive(_bytes(staged), source, tag), staged, tensor)
 
+    def watch(self, rank: int, done_within: Callable[[float], bool]) -> None:
+        """Wait for something that another rank does by other connections than the group's.
+
+        The terminal names the rank that is waited for, as in a wait for a message of the group.
+
+        Args:
+            rank: the rank.
+            done_within: waits for at most the given seconds; returns whether it is done.
+
+        Raises:
+            SilentRankError: the rank has sent no heartbeat for the group's time limit.
+            PeerLostError: it is gone.
+        """
+        self.mesh.watch(rank, done_within)
+
     # ------------------------------------------------------------------------------------------ collectives
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:

@@ -8,21 +8,18 @@ that read the same list form the same group.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from typing import Any
 
 from gtrain.errors import PeerLostError
-from gtrain.launch.environment import say_waiting
-from gtrain.launch.job_store import JobNetwork, job_network, job_store
-from gtrain.launch.settings_check import CHECK_SECONDS, check_refused
+from gtrain.launch.environment import WaitReport, say_waiting
+from gtrain.launch.job_store import await_key, job_network, job_store
+from gtrain.launch.settings_check import check_refused
 from gtrain.launch.sockets import listen_here, listen_tcp
-from gtrain.strategy.mesh import SAY_SECONDS, Mesh
+from gtrain.strategy.mesh import Mesh
 
 POLL_SECONDS = 0.02
-CONNECT_SECONDS = 60.0
-"""How long ranks that are all present may take to connect; a rank that dies meanwhile ends the attempt."""
 
 
 class GroupFormation:
@@ -40,7 +37,7 @@ class GroupFormation:
     def __init__(
         self, environment: Any, number: str, rank: int, size: int, timeout_seconds: float, first: int = 0
     ) -> None:
-        self._environment, self._timeout_seconds = environment, timeout_seconds
+        self._network, self.timeout_seconds = job_network(environment), timeout_seconds
         self.rank, self._size = rank, size
         self._number, self._first = number, first
         self._job = job_store(environment)
@@ -62,13 +59,14 @@ class GroupFormation:
         Raises:
             PeerLostError: a member did not come in time.
         """
-        deadline = time.monotonic() + self._timeout_seconds
+        wait = _FormationWait(self)
         while True:
+            self._store.set(f"{after}/left/{self.rank}", "")
             while (incarnation := self._store.add("events", 0)) <= after:
-                self._pause(deadline, "no rank returned")
+                wait.pause("left", after)
             members = self._members(incarnation)
             self._store.set(f"{incarnation}/here/{self.rank}", "")
-            if not self._all_here(incarnation, members, deadline):
+            if not self._all_here(incarnation, members, wait):
                 continue  # there is a later incarnation
             try:
                 return incarnation, members, self.connect(incarnation, members)
@@ -84,47 +82,52 @@ class GroupFormation:
         """
         if len(members) == 1:
             return None
-        # In the first formation ranks may still be importing; later all of them are present.
-        seconds = min(self._timeout_seconds, CONNECT_SECONDS) if incarnation else self._timeout_seconds
-        network = job_network(self._environment)
-        listener = listen_here() if network.own_address is None else listen_tcp(network.own_address)
+        listener = listen_here() if self._network.own_address is None else listen_tcp(self._network.own_address)
         try:
             self._store.set(f"{incarnation}/address/{self.rank}", listener.address)
             mesh = Mesh(
                 members.index(self.rank),
                 len(members),
-                self._timeout_seconds,
-                lambda index: self._name_of(members[index], network),
+                self.timeout_seconds,
+                lambda index: self.name_of(members[index]),
                 say_waiting,
             )
             mesh.connect(
                 [listener.socket],
-                network.key_file,
+                self._network.key_file,
                 None,
                 f"{self._number}/{incarnation}",
-                lambda index: self._address(incarnation, members[index], network, seconds),
-                seconds,
+                lambda index: self._address(incarnation, members[index]),
+                self.timeout_seconds,
+                lambda: self._check(incarnation),
             )
         finally:
             listener.close()
         return mesh
 
-    def _address(self, incarnation: int, rank: int, network: JobNetwork, seconds: float) -> str:
-        """Wait for a rank's address, and return it."""
-        key, start, last_report = f"{incarnation}/address/{rank}", time.monotonic(), 0.0
-        while True:
-            with contextlib.suppress(PeerLostError):
-                return self._store.get(key, min(CHECK_SECONDS, start + seconds - time.monotonic())).decode()
-            check_refused(self._job, self.rank)
-            waited = time.monotonic() - start
-            if waited >= seconds:
-                raise PeerLostError(f"{self._name_of(rank, network)} did not come within {seconds:g} s")
-            if waited >= last_report + SAY_SECONDS:
-                last_report = waited
-                say_waiting(f"{self._name_of(rank, network)} to come", waited)
+    def name_of(self, rank: int) -> str:
+        """Return the name of a worker of the group in messages."""
+        return self._network.name_of(self._first + rank)
 
-    def _name_of(self, rank: int, network: JobNetwork) -> str:
-        return network.name_of(self._first + rank)
+    def missing(self, what: str, incarnation: int) -> list[int]:
+        """Return the members of an incarnation that have not yet left it (``left``) or come to it (``here``)."""
+        members = self._members(incarnation)
+        return [rank for rank in members if not self._store.check([f"{incarnation}/{what}/{rank}"])]
+
+    def _address(self, incarnation: int, rank: int) -> str:
+        """Wait for a rank's address, and return it."""
+        key, seconds = f"{incarnation}/address/{rank}", self.timeout_seconds
+        return await_key(self._store, key, self.name_of(rank), seconds, lambda: self._check(incarnation)).decode()
+
+    def _check(self, incarnation: int) -> None:
+        """End the forming of an incarnation if another one has started, or if a rank was refused."""
+        self.check_refused()
+        if self._store.add("events", 0) != incarnation:
+            raise PeerLostError("a member died or returned while the group was formed")
+
+    def check_refused(self) -> None:
+        """Raise the error of a rank whose settings differ."""
+        check_refused(self._job, self.rank)
 
     def _members(self, incarnation: int) -> tuple[int, ...]:
         """Return the members of an incarnation."""
@@ -134,17 +137,36 @@ class GroupFormation:
             (members.add if what == "back" else members.discard)(rank)
         return tuple(sorted(members))
 
-    def _all_here(self, incarnation: int, members: tuple[int, ...], deadline: float) -> bool:
+    def _all_here(self, incarnation: int, members: tuple[int, ...], wait: _FormationWait) -> bool:
         """Wait for all members; return False as soon as there is a later incarnation."""
-        keys = [f"{incarnation}/here/{rank}" for rank in members]
-        while not self._store.check(keys):
+        while not self._store.check([f"{incarnation}/here/{rank}" for rank in members]):
             if self._store.add("events", 0) != incarnation:
                 return False
-            self._pause(deadline, "not all ranks came")
+            wait.pause("here", incarnation)
         return True
 
-    def _pause(self, deadline: float, what: str) -> None:
-        check_refused(self._job, self.rank)
-        if time.monotonic() > deadline:
-            raise PeerLostError(f"{what} within {self._timeout_seconds:g} s to form the group again")
+
+class _FormationWait:
+    """The wait of one rank for the others to form the group again: reports the missing ones, and ends after a while."""
+
+    def __init__(self, formation: GroupFormation) -> None:
+        self._formation = formation
+        self._report = WaitReport("", self._say)
+        self._awaited = "", 0
+
+    def pause(self, what: str, incarnation: int) -> None:
+        """Wait a moment; see :meth:`GroupFormation.missing` for the arguments.
+
+        Raises:
+            PeerLostError: a member did not come in time.
+        """
+        formation, self._awaited = self._formation, (what, incarnation)
+        formation.check_refused()
+        if self._report() > formation.timeout_seconds:
+            names = ", ".join(map(formation.name_of, formation.missing(*self._awaited))) or "no rank"
+            raise PeerLostError(f"{names} did not come within {formation.timeout_seconds:g} s to form the group again")
         time.sleep(POLL_SECONDS)
+
+    def _say(self, _: str, seconds: float) -> None:
+        for rank in self._formation.missing(*self._awaited):
+            say_waiting(f"{self._formation.name_of(rank)} to come", seconds)

@@ -31,11 +31,10 @@ from typing import TypeVar
 
 from gtrain.errors import PeerLostError, SilentRankError
 from gtrain.launch import links
+from gtrain.launch.environment import REPORT_SECONDS, SAY_SECONDS, WaitReport
 from gtrain.launch.logs import write_stacks
 
 EAGER_BYTES = 64 << 10
-SAY_SECONDS = 10.0
-"""How long a rank waits before it reports which rank it waits for."""
 BUSY_SECONDS = 1800.0
 """How long to wait for a rank that answers pings; one that does not is lost after ``timeout_seconds``."""
 _PING_SECONDS = 2.0
@@ -79,6 +78,13 @@ class PendingMessage:
     def done_within(self, seconds: float) -> bool:
         """Wait for the transfer for at most ``seconds``; return whether it has ended."""
         return self._done.wait(seconds)
+
+
+def _copied(error: PeerLostError) -> PeerLostError:
+    """Return a new exception to raise: several threads may wait, and a traceback belongs to one."""
+    copy = type(error)(error.message, hint=error.hint)
+    copy.__cause__ = error
+    return copy
 
 
 def _pop(queues: dict[int, deque[T]], tag: int) -> T | None:
@@ -359,7 +365,7 @@ class Mesh:
         self.rank, self.size, self.name_of = rank, size, name_of
         self._timeout_seconds, self._say = timeout_seconds, say
         self._peers = {other: _Peer(self, other) for other in range(size) if other != rank}
-        self._waiting: int | None = None
+        self._waiting: list[int] = []  # ranks that threads of this one wait for
         self._accepted = threading.Condition()
 
     # ------------------------------------------------------------------------------------------ forming
@@ -376,8 +382,9 @@ class Mesh:
         group: str,
         address_of: Callable[[int], str],
         seconds: float,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
-        """Connect to all other ranks, which do the same.
+        """Connect to all other ranks, which do the same; report the ranks that this one waits for.
 
         Args:
             listeners: sockets at which the others connect; unused afterwards.
@@ -386,6 +393,7 @@ class Mesh:
             group: name of the group; connections of other groups are refused.
             address_of: waits for and returns the address of a rank.
             seconds: how long all connections may take.
+            check: called every second while this rank waits; may raise.
 
         Raises:
             PeerLostError: a rank did not connect in time.
@@ -412,17 +420,15 @@ class Mesh:
         try:
             for other, peer in self._peers.items():
                 try:
+                    address = address_of(other)
+                    report = WaitReport(f"{self.name_of(other)} to connect", self._say)
                     remaining = max(0.0, deadline - time.monotonic())
-                    peer.connection = links.connect(address_of(other), key_file, remaining, listens=True)
+                    peer.connection = links.connect(address, key_file, remaining, listens=True, on_wait=report)
                     peer.connection.sendall(_HELLO.pack(mark, self.rank))
                 except (OSError, PeerLostError) as error:
                     reason = error.message if isinstance(error, PeerLostError) else error
                     raise PeerLostError(f"{self.name_of(other)} cannot be reached: {reason}") from error
-            with self._accepted:
-                connected = self._accepted.wait_for(self._all_connected, max(0.0, deadline - time.monotonic()))
-            if not connected:
-                missing = [self.name_of(other) for other, peer in self._peers.items() if peer.source is None]
-                raise PeerLostError(f"{', '.join(missing)} did not connect within {seconds:g} s")
+            self._await_connections(deadline, seconds, check)
         except BaseException:
             self.close()
             raise
@@ -434,8 +440,25 @@ class Mesh:
                     connection.settimeout(None)
             peer.start()
 
-    def _all_connected(self) -> bool:
-        return all(peer.source is not None for peer in self._peers.values())
+    def _await_connections(self, deadline: float, seconds: float, check: Callable[[], object]) -> None:
+        """Wait until all other ranks have connected to this one."""
+        reports = {other: WaitReport(f"{self.name_of(other)} to connect", self._say) for other in self._peers}
+        while True:
+            with self._accepted:
+                left = deadline - time.monotonic()
+                if self._accepted.wait_for(lambda: not self._unconnected(), max(0.0, min(_CHECK_SECONDS, left))):
+                    return
+            missing = self._unconnected()
+            if left <= 0:
+                names = ", ".join(map(self.name_of, missing))
+                raise PeerLostError(f"{names} did not connect within {seconds:g} s")
+            for other in missing:
+                reports[other]()
+            check()
+
+    def _unconnected(self) -> list[int]:
+        """Return the ranks that have not connected to this one."""
+        return [other for other, peer in self._peers.items() if peer.source is None]
 
     def close(self) -> None:
         """Send what is queued, and close the connections."""
@@ -462,53 +485,64 @@ class Mesh:
             SilentRankError: the other rank did not answer pings for ``timeout_seconds``.
             PeerLostError: it is gone, or was busy with something else for :data:`BUSY_SECONDS`.
         """
-        if not work.done_within(_PING_SECONDS):
-            self._wait_long(work)
+        self.watch(work.peer, work.done_within)
         if work.error is not None:
-            # A new exception: several threads may wait, and a traceback belongs to one.
-            raise type(work.error)(work.error.message, hint=work.error.hint) from work.error
+            raise _copied(work.error)
 
-    def _wait_long(self, work: PendingMessage) -> None:
-        """Continue to wait; send heartbeats to the rank, and report the rank that this one waits for."""
-        peer = self._peers[work.peer]
+    def watch(self, rank: int, done_within: Callable[[float], bool]) -> None:
+        """Wait for something that another rank does: send it heartbeats, and report the rank that this one waits for.
+
+        Args:
+            rank: the rank.
+            done_within: waits for at most the given seconds; returns whether it is done.
+
+        Raises:
+            SilentRankError, PeerLostError: as :meth:`wait`.
+        """
+        if not done_within(_PING_SECONDS):
+            self._waiting.append(rank)
+            try:
+                self._watch_long(self._peers[rank], done_within)
+            finally:
+                self._waiting.remove(rank)
+
+    def _watch_long(self, peer: _Peer, done_within: Callable[[float], bool]) -> None:
         start = time.monotonic() - _PING_SECONDS
         next_report, next_ping, next_stacks = SAY_SECONDS, 0.0, _STACK_SECONDS
-        self._waiting = work.peer
         peer.waits_for = -1
-        try:
-            while True:
-                now = time.monotonic()
-                waited, silent = now - start, now - max(peer.last_heard, start)
-                if waited >= next_ping:
-                    peer.send_control(FrameKind.PING)
-                    next_ping = waited + _PING_SECONDS
-                if waited >= next_report:
-                    self._report_wait(peer, waited)
-                    # After 10 s, 30 s, and then every 30 s.
-                    next_report = 30.0 if waited < 30 else next_report + 30.0
-                # The peer answers and waits for no other rank: it is the end of the chain, so its stacks tell why.
-                if waited >= next_stacks and silent < next_stacks / 2 and peer.waits_for < 0:
-                    peer.send_control(FrameKind.STACKS)
-                    next_stacks *= 10
-                if silent >= self._timeout_seconds:
-                    peer.fail(
-                        SilentRankError(
-                            f"{self.name_of(work.peer)} has sent no heartbeat for {silent:.0f} s",
-                            hint="check whether it is stopped or its machine is unreachable; the limit is "
-                            f"strategy.timeout_seconds={self._timeout_seconds:g}.",
-                        )
+        while True:
+            now = time.monotonic()
+            waited, silent = now - start, now - max(peer.last_heard, start)
+            if waited >= next_ping:
+                peer.send_control(FrameKind.PING)
+                next_ping = waited + _PING_SECONDS
+            if waited >= next_report:
+                self._report_wait(peer, waited)
+                # After 10 s, 30 s, and then every 30 s.
+                next_report = REPORT_SECONDS * (waited // REPORT_SECONDS + 1)
+            # The peer answers and waits for no other rank: it is the end of the chain, so its stacks tell why.
+            if waited >= next_stacks and silent < next_stacks / 2 and peer.waits_for < 0:
+                peer.send_control(FrameKind.STACKS)
+                next_stacks *= 10
+            if silent >= self._timeout_seconds:
+                peer.fail(
+                    SilentRankError(
+                        f"{self.name_of(peer.rank)} has sent no heartbeat for {silent:.0f} s",
+                        hint="check whether it is stopped or its machine is unreachable; the limit is "
+                        f"strategy.timeout_seconds={self._timeout_seconds:g}.",
                     )
-                elif waited >= max(BUSY_SECONDS, self._timeout_seconds):
-                    peer.fail(
-                        PeerLostError(
-                            f"{self.name_of(work.peer)} sends heartbeats, but has been busy with something else for "
-                            f"{waited:.0f} s"
-                        )
+                )
+            elif waited >= max(BUSY_SECONDS, self._timeout_seconds):
+                peer.fail(
+                    PeerLostError(
+                        f"{self.name_of(peer.rank)} sends heartbeats, but has been busy with something else for "
+                        f"{waited:.0f} s"
                     )
-                if work.done_within(min(_CHECK_SECONDS, max(0.01, self._timeout_seconds - silent))):
-                    return
-        finally:
-            self._waiting = None
+                )
+            if done_within(min(_CHECK_SECONDS, max(0.01, self._timeout_seconds - silent))):
+                return
+            if peer.lost is not None:
+                raise _copied(peer.lost)
 
     def _report_wait(self, peer: _Peer, waited: float) -> None:
         other = peer.rank if peer.waits_for < 0 or peer.waits_for >= self.size else peer.waits_for
@@ -518,7 +552,7 @@ class Mesh:
     def waits_for(self, besides: int) -> int:
         """Return the rank at the end of this rank's chain of waits; -1 if it waits for none, or for ``besides``."""
         # -1 and `besides` break cycles: two ranks that wait for each other both report the first rank of their chain.
-        first = self._waiting
+        first = next(iter(tuple(self._waiting)), None)
         if first is None or first == besides:
             return -1
         last = self._peers[first].waits_for

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from gtrain.errors import ConfigError, PeerLostError
 from gtrain.launch import slot as slots
-from gtrain.launch.environment import say_waiting
-from gtrain.launch.job_store import job_network, job_store
+from gtrain.launch.environment import WaitReport
+from gtrain.launch.job_store import POLL_SECONDS, await_key, job_network, job_store
 from gtrain.launch.key_value import KeyValueStore
 from gtrain.strategy.counters import Counters
-from gtrain.strategy.mesh import SAY_SECONDS
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 
 START_SECONDS = 300.0
 """The least time that a server may take to start: it imports as much as a worker, perhaps on a busy machine."""
-REPORT_SECONDS = 30.0
 FIGURES = "gtrain.figures"
 """The request for a server's counters; every server answers it."""
 Traffic = dict[str, tuple[int, int]]
@@ -82,10 +79,7 @@ class Servers:
         if role in self._roster.addresses:
             return self._roster.addresses[role][rank]
         store, seconds = directory(job_store(self._environment)), max(self._timeout_seconds, START_SECONDS)
-        try:
-            location = json.loads(store.get(entry(role, rank), seconds))
-        except PeerLostError as error:
-            raise PeerLostError(f"{role} {rank} has not come within {seconds:g} s") from error
+        location = json.loads(await_key(store, entry(role, rank), self.name_of(role, rank), seconds))
         if location["address"].startswith("ipc:") and location["machine"] != socket.gethostname():
             raise ConfigError(
                 f"{role} {rank} is on machine {location['machine']} and has no key, so only that machine can reach it.",
@@ -171,14 +165,12 @@ def _wait_for_reply(client: Client, reply: Future[Message], name: str) -> Messag
     """Wait for the reply to a request, which is repeated if the server was restarted."""
     from gtrain.wire import PeerRestartedError
 
-    start, next_report = time.monotonic(), SAY_SECONDS
+    report = WaitReport(name)
     while True:
         try:
-            return reply.result(max(0.0, start + next_report - time.monotonic()))
+            return reply.result(POLL_SECONDS)
         except TimeoutError:
-            waited = time.monotonic() - start
-            next_report = waited + REPORT_SECONDS
-            say_waiting(name, waited)
+            report()
         except PeerRestartedError:
             reply = client.submit(FIGURES)
 

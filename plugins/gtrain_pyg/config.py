@@ -81,7 +81,7 @@ class PygConfig(StrategyConfig):
         },
     )
     trim: bool = setting(True, "skip in each layer the nodes and edges that the seeds' scores no longer depend on")
-    request_seconds: float = setting(60.0, "time limit of one request to another rank", above=0, unit="seconds")
+    request_seconds: float = setting(300.0, "time limit of one request to another rank", above=0, unit="seconds")
 
     @property
     def hops(self) -> int | None:

@@ -6,12 +6,13 @@ part to the ranks that do not host it, over gtrain.wire.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,12 @@ from gtrain.graph.store.manifest import EdgeType, edge_key
 from gtrain.launch.sockets import Listener, listen_here, listen_tcp, own_address
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
-from gtrain.wire import Client, Message, Security, Server, SharedTensors
+from gtrain.wire import Client, DeadlineError, Message, Security, Server, SharedTensors
 from gtrain.wire.shared import SharedDirectory
 
 Array = NDArray[Any]
 NodeOrEdgeType = str | EdgeType
 
-WAIT_SECONDS = 600.0
-"""Time limit for arrays that another rank of the machine computes."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 Handler = Callable[[Message], Message]
@@ -149,10 +148,17 @@ class SharedArrays:
         rank: this rank.
         directory: name of the machine's directory of shared memory; None shares nothing.
         created: the directory, in the rank that created it.
+        group: the job's ranks; its heartbeats show whether a rank that computes arrays is alive.
     """
 
-    def __init__(self, rank: int, directory: str | None = None, created: SharedDirectory | None = None) -> None:
-        self._rank, self._directory, self._created = rank, directory, created
+    def __init__(
+        self,
+        rank: int,
+        directory: str | None = None,
+        created: SharedDirectory | None = None,
+        group: Group | None = None,
+    ) -> None:
+        self._rank, self._directory, self._created, self._group = rank, directory, created, group
         self._memory: list[SharedTensors] = []
         self._arrays: dict[str, dict[str, Array]] = {}
 
@@ -165,7 +171,7 @@ class SharedArrays:
         creates = hosting.machines[hosting.rank] == hosting.rank and len(hosting.parts) > 1
         created = SharedDirectory() if creates else None
         names = group.all_gather_object(None if created is None else created.name)
-        return cls(hosting.rank, names[hosting.machines[hosting.rank]], created)
+        return cls(hosting.rank, names[hosting.machines[hosting.rank]], created, group)
 
     def arrays(self, name: str, maker: int, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
         """Return read-only arrays that rank ``maker`` computes once and the other ranks of its machine read.
@@ -176,7 +182,7 @@ class SharedArrays:
             make: computes them.
 
         Raises:
-            DeadlineError: the other rank did not compute them in time.
+            PeerLostError: the other rank is gone, or sends no heartbeats.
         """
         if name not in self._arrays:
             self._arrays[name] = self._open(name, maker, make)
@@ -189,9 +195,22 @@ class SharedArrays:
             tensors = {key: torch.from_numpy(array) for key, array in make().items()}
             shared = SharedTensors.create(self._directory, name, tensors)
         else:
-            shared = SharedTensors.attach(self._directory, name, WAIT_SECONDS)
+            shared = self._attach(self._directory, name, maker)
         self._memory.append(shared)
         return {key: read_only(tensor.numpy()) for key, tensor in shared.items()}
+
+    def _attach(self, directory: str, name: str, maker: int) -> SharedTensors:
+        """Wait for arrays that another rank of the machine computes."""
+        attached: list[SharedTensors] = []
+
+        def done_within(seconds: float) -> bool:
+            with contextlib.suppress(DeadlineError):
+                attached.append(SharedTensors.attach(directory, name, seconds))
+            return bool(attached)
+
+        assert self._group is not None  # ranks that share a directory agreed on it
+        self._group.watch(maker, done_within)
+        return attached[0]
 
     def close(self) -> None:
         """Release the memory. Arrays that are referenced stay valid; other ranks cannot attach to them any more."""
@@ -210,10 +229,10 @@ class Peers:
         peers = Peers(group, detect_hosting(group, "tcp"), counters=strategy.counters)
         peers.handle("rows", rows)             # before open()
         peers.open()                           # every rank
-        reply = peers.wait(peers.request(1, "rows", {}, [ids]))
+        reply = peers.wait(1, peers.request(1, "rows", {}, [ids]))
 
     Args:
-        group: the job's ranks; used by :meth:`open` only.
+        group: the job's ranks; its heartbeats show whether an owner that does not reply is alive.
         hosting: the parts that this rank hosts.
         counters: count bytes and the time of waiting; None counts nothing.
         timeout: deadline of a request, seconds.
@@ -231,7 +250,7 @@ class Peers:
         hosting: Hosting,
         *,
         counters: Counters | None = None,
-        timeout: float = 60.0,
+        timeout: float = 300.0,
         security: Security | None = None,
         main_address: str | None = None,
     ) -> None:
@@ -288,22 +307,32 @@ class Peers:
         """
         return self._client(part).submit(method, fields, tensors)
 
-    def wait(self, reply: Future[Message]) -> Message:
-        """Wait for a reply to :meth:`request`, and count the time.
+    def wait(self, part: int, reply: Future[Message]) -> Message:
+        """Wait for the reply to a :meth:`request` to the owner of a part, and count the time.
+
+        The terminal names an owner that is waited for long.
 
         Raises:
             RemoteError: the handler raised; has its message.
             DeadlineError: no reply arrived in time.
-            PeerRestartedError, WireError: the owner died, or this rank is closing.
+            SilentRankError: the owner sends no heartbeats.
+            PeerLostError, PeerRestartedError, WireError: the owner died, or this rank is closing.
         """
-        if reply.done() or self._counters is None:
-            return reply.result()
-        start = time.perf_counter()
-        try:
-            return reply.result()
-        finally:
-            with self._lock:
-                self._counters.waited(start, start)
+
+        def done_within(seconds: float) -> bool:
+            with contextlib.suppress(TimeoutError, CancelledError):
+                reply.exception(seconds)
+            return reply.done()
+
+        if not reply.done():
+            start = time.perf_counter()
+            try:
+                self._group.watch(part, done_within)
+            finally:
+                if self._counters is not None:
+                    with self._lock:
+                        self._counters.waited(start, start)
+        return reply.result()
 
     def close(self) -> None:
         """Close all connections; pending requests raise. Idempotent, and safe after other ranks have died."""

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from gtrain.backends import WORKER
 from gtrain.errors import SilentRankError
-from gtrain.launch.environment import say_waiting
+from gtrain.launch.environment import REPORT_SECONDS, SAY_SECONDS, say_waiting
 from gtrain.launch.job_store import JobNetwork
-from gtrain.strategy.mesh import SAY_SECONDS
 from gtrain.wire import Client, DeadlineError, Message, PeerRestartedError
 
 log = logging.getLogger("gtrain")
@@ -24,7 +23,6 @@ CHECK_SECONDS = 0.5
 """A waiting worker checks this often whether a server was restarted."""
 LOG_SECONDS = 3.0
 """A worker logs a request without a reply after this time."""
-_REPORT_SECONDS = 30.0
 _REPLY_SECONDS = 3.0
 """A server that does not reply to a query within this time counts as silent."""
 
@@ -53,7 +51,7 @@ class ServerRequest:
     def result(self) -> Message:
         """Wait for the reply; after a while, print the names of the processes that keep this worker waiting.
 
-        A process that gives no sign of life in time is killed if this worker's agent started it. It is then restarted
+        A process that sends no heartbeat in time is killed if this worker's agent started it. It is then restarted
         and the request repeated, or the job ends.
 
         Raises:
@@ -80,7 +78,7 @@ class ServerRequest:
                 if waited >= report_at:
                     for process in servers.missing(queries):
                         say_waiting(servers.name_of(*process), waited)
-                    queries, report_at = [], _REPORT_SECONDS * (waited // _REPORT_SECONDS + 1)
+                    queries, report_at = [], REPORT_SECONDS * (waited // REPORT_SECONDS + 1)
             except PeerRestartedError:
                 if not servers.restartable:
                     raise

@@ -116,7 +116,7 @@ class PendingRequests:
         with self._lock:
             while self._sent:
                 owner, ranges, future = self._sent[0]
-                self._enter(owner, ranges, self.peers.wait(future).tensors)
+                self._enter(owner, ranges, self.peers.wait(owner, future).tensors)
                 self._sent.pop(0)
 
     def _packed(self, owner: int) -> Iterator[list[_ChunkRange]]:

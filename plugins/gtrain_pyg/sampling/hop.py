@@ -294,8 +294,8 @@ class HopSampler:
             for edge_type in self._graph.columns
             if hop.counts[edge_type] and state.frontiers[edge_type[2]].bounds[-1]
         }
-        for part in remote.values():
-            self._receive(part, hop)
+        for part, request in remote.items():
+            self._receive(part, request, hop)
         for edge_type, segments in chosen.items():
             self._number(state, edge_type, self._join(state, edge_type, segments, remote), hop)
 
@@ -326,7 +326,7 @@ class HopSampler:
             remote.reply = self._peers.request(part, METHOD, *request.message(self._pool, self._dtype))
         return remote
 
-    def _receive(self, remote: _RemotePart, hop: HopOptions) -> None:
+    def _receive(self, part: int, remote: _RemotePart, hop: HopOptions) -> None:
         """Wait for an owner's reply, which has the edge types whose frontier was not empty."""
         if remote.reply is not None:
             requested = {
@@ -334,7 +334,7 @@ class HopSampler:
                 for edge_type, count in hop.counts.items()
                 if count and (size := remote.splits[edge_type[2]].requested.node.size)
             }
-            replies = read_replies(self._peers.wait(remote.reply), list(requested.values()))
+            replies = read_replies(self._peers.wait(part, remote.reply), list(requested.values()))
             remote.edges = dict(zip(requested, replies, strict=True))
 
     # ------------------------------------------------------------------------------------------ parts read here

@@ -230,7 +230,7 @@ def test_who_stays_silent_is_killed_and_restarted_and_nobody_else(tmp_path: Path
         until(lambda: has_logged(tmp_path / "run"), tmp_path)
         for process, name in (("parameter-1", "parameter 1"), ("rank-0", "rank 0")):
             os.kill(processes(job.pid)[process], signal.SIGSTOP)
-            killed = f"{name} of 2 (machine {name[-1]}) gave no sign of life for 15 s and was killed; restarting it (1/"
+            killed = f"{name} of 2 (machine {name[-1]}) sent no heartbeat for 15 s and was killed; restarting it (1/"
             until(lambda killed=killed: killed in job.errors(), tmp_path)
         enough(tmp_path)
         done = ok(job.end())

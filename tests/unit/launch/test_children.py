@@ -14,8 +14,8 @@ from helpers import until
 from gtrain.launch import children
 from gtrain.launch.agent import describe_end
 from gtrain.launch.children import Child, ProcessSpec
+from gtrain.launch.environment import SAY_SECONDS
 from gtrain.launch.slot import WORKER, Slot
-from gtrain.strategy.mesh import SAY_SECONDS
 
 
 def test_a_second_wait_for_the_same_rank_is_reported_too(
@@ -61,7 +61,7 @@ def test_a_process_that_others_wait_for_writes_its_stacks_to_its_log_and_is_kill
         assert young.status is None and not young.reap()
         old.handle_complaint(60.0, silent=True)
         assert old.reap(wait=True)
-        assert describe_end(old, 3) == "rank 1 of 3 (machine 1) gave no sign of life for 60 s and was killed"
+        assert describe_end(old, 3) == "rank 1 of 3 (machine 1) sent no heartbeat for 60 s and was killed"
         assert process.stderr is not None and process.stderr.read() == b""
         for child in (old, young):
             child.close()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import LIMIT, REPO
+from helpers import LIMIT, REPO, clean_environment
 
 from gtrain.launch import cuda, interpreter
 
@@ -58,3 +58,22 @@ def test_a_driver_that_is_not_loaded_is_not_in_use() -> None:
 def test_a_process_that_uses_the_driver_forks_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "in_use", lambda: True)
     assert interpreter.fork_obstacle() == "it uses CUDA"
+
+
+NO_FOLDERS = """
+import os, sys, tempfile
+made = []
+sys.addaudithook(lambda event, args: made.append(os.fsdecode(args[0])) if event == "os.mkdir" else None)
+from gtrain.launch.agent import preload; preload()
+print([path for path in made if path.startswith(tempfile.gettempdir())])
+"""
+
+
+def test_no_folder_is_made_in_the_temporary_folder_by_the_imports_of_the_agent(tmp_path: Path) -> None:
+    """One that is made and removed would stay behind if the command were killed in between."""
+    environment = {**clean_environment(), "TMPDIR": str(tmp_path)}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    done = subprocess.run(
+        [sys.executable, "-c", NO_FOLDERS], capture_output=True, text=True, timeout=LIMIT, env=environment
+    )
+    assert done.stdout.split() == ["[]"], done.stdout + done.stderr

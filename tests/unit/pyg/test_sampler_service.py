@@ -109,22 +109,25 @@ def test_traffic_is_counted_on_both_sides_while_recording(tmp_path: Path) -> Non
             self.future = made[0].request(1, "echo", {}, [torch.zeros(1000)])
 
         def done(self) -> bool:
-            return False
+            return self.future.done()
+
+        def exception(self, seconds: float) -> BaseException | None:
+            waiting.set()
+            return self.future.exception(LIMIT)
 
         def result(self) -> Message:
-            waiting.set()
             return self.future.result()
 
     def both_sides_agree() -> bool:
         return made[0].traffic() == made[1].traffic()[::-1]  # the server counts a reply after it has sent it
 
     made = together(store.num_parts, make)
-    made[0].wait(Reply())
+    made[0].wait(1, Reply())
     until(both_sides_agree, tmp_path)
     waiting.clear()
     for counter in counters:
         counter.start()
-    made[0].wait(Reply())
+    made[0].wait(1, Reply())
     until(both_sides_agree, tmp_path)
     for counter in counters:
         counter.stop()
@@ -182,7 +185,7 @@ def test_requests_of_another_store_are_refused(tmp_path: Path) -> None:
     with job_of(split(tmp_path)) as job:
         for wrong, message in ((request(job[0], [1, 0]), "2 types"), (request(job[0], node=99), "node 99 of a part")):
             with pytest.raises(RemoteError, match=message):
-                job[0].peers.wait(job[0].peers.request(1, "sample", *wrong))
+                job[0].peers.wait(1, job[0].peers.request(1, "sample", *wrong))
 
 
 def test_an_answer_to_another_question_is_refused() -> None:

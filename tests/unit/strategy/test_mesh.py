@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ from helpers import LIMIT
 
 from gtrain.errors import PeerLostError, SilentRankError
 from gtrain.keys import ISOLATED
-from gtrain.launch import links
+from gtrain.launch import environment, job_store, key_value, links
+from gtrain.launch.environment import WaitReport
+from gtrain.launch.job_store import JobNetwork
 from gtrain.launch.key_value import KeyValueServer, KeyValueStore, await_end
 from gtrain.launch.links import AuthenticatedListener, RefusedConnectionError
 from gtrain.launch.sockets import Listener, listen_here, listen_tcp
+from gtrain.strategy import membership
 from gtrain.strategy import mesh as module
 from gtrain.strategy.group import Group
+from gtrain.strategy.membership import GroupFormation
 from gtrain.strategy.mesh import EAGER_BYTES, Mesh
 from gtrain.wire import Security
 
@@ -161,6 +166,61 @@ def test_a_silent_rank_is_named_by_all_who_wait_for_it_in_the_end(monkeypatch: p
     assert said and set(said) == {"rank 2 (machine 2)"}
 
 
+def test_a_rank_that_is_waited_for_by_other_connections_is_watched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for a message of rank 1, which waits for a reply of rank 2 that the group does not carry."""
+    for name, seconds in (("_PING_SECONDS", 0.05), ("_CHECK_SECONDS", 0.05), ("SAY_SECONDS", 0.5)):
+        monkeypatch.setattr(module, name, seconds)
+    said: list[str] = []
+    reply = threading.Event()
+    with meshes(3, seconds=3.0, say=lambda name, _: said.append(name)) as made:
+        for peer in made[2]._peers.values():
+            monkeypatch.setattr(peer, "send_control", lambda *_: None)  # rank 2 is stopped
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(lambda: made[0].wait(made[0].receive(memoryview(bytearray(4)), 1, 1)))
+            second = pool.submit(lambda: made[1].watch(2, reply.wait))
+            with pytest.raises(SilentRankError, match=r"rank 2 has sent no heartbeat for \d+ s"):
+                second.result()
+            made[1].send(memoryview(b"late"), 0, 1)
+            first.result()
+        made[2].close()
+        with pytest.raises(PeerLostError, match="rank 2 is gone"):
+            made[0].watch(2, reply.wait)
+    assert said and set(said) == {"rank 2"}
+
+
+@pytest.mark.parametrize("silent", ["at once", "after it let the others in"])
+def test_a_rank_that_does_not_come_is_named(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens, and is stopped before it has welcomed the others, or before it connects to them."""
+    for where, name, seconds in (
+        (environment, "SAY_SECONDS", 0.3),
+        (module, "_CHECK_SECONDS", 0.05),
+        (links, "HANDSHAKE_SECONDS", 0.1),
+    ):
+        monkeypatch.setattr(where, name, seconds)
+    said: list[str] = []
+    listeners = [listen_here() for _ in range(3)]
+
+    def connect(rank: int) -> None:
+        mesh = Mesh(rank, 3, LIMIT, say=lambda name, _: said.append(name))
+        try:
+            mesh.connect([listeners[rank].socket], None, None, "tests", lambda other: listeners[other].address, 3.0)
+        finally:
+            mesh.close()
+
+    with contextlib.ExitStack() as stack:
+        for listener in listeners[:2]:
+            stack.callback(listener.close)
+        if silent == "at once":
+            stack.callback(listeners[2].close)
+        else:
+            stack.enter_context(door(listeners[2], None))
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        for attempt in [pool.submit(connect, rank) for rank in range(2)]:
+            with pytest.raises(PeerLostError, match="rank 2 (cannot be reached|did not connect within 3 s)"):
+                attempt.result()
+    assert said and set(said) == {"rank 2 to connect"}
+
+
 # ---------------------------------------------------------------------------------------------------- who is let in
 
 
@@ -265,6 +325,16 @@ def test_strangers_do_not_keep_the_job_out(key_file: str) -> None:
 # ---------------------------------------------------------------------------------------------------- the store
 
 
+@contextlib.contextmanager
+def job() -> Iterator[list[KeyValueStore]]:
+    """Two connections to a job's store."""
+    listener = listen_here()
+    server = KeyValueServer([listener.socket], None, None)
+    yield [KeyValueStore(listener.address, None, LIMIT) for _ in range(2)]
+    server.close()
+    listener.close()
+
+
 def test_the_key_value_store() -> None:
     listener = listen_here()
     server = KeyValueServer([listener.socket], None, None)
@@ -283,6 +353,75 @@ def test_the_key_value_store() -> None:
         one.get("never", 0.1)
     server.close()
     listener.close()
+
+
+def test_a_store_that_does_not_answer_is_waited_for_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_value, "_WAIT_SECONDS", 0.05)
+    listener = listen_here()
+    reports: list[int] = []
+    with door(listener, None):  # it lets a process in, and reads nothing
+        store = KeyValueStore(listener.address, None, 0.5, lambda: lambda: reports.append(1))
+        with pytest.raises(PeerLostError, match="is gone: no answer for 0.5 s"):
+            store.set("key", "value")
+    assert len(reports) > 2
+
+
+def test_who_does_not_set_a_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(environment, "SAY_SECONDS", 0.1)
+    monkeypatch.setattr(job_store, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(job_store, "WaitReport", partial(WaitReport, say=lambda name, _: said.append(name)))
+    with job() as stores:
+        with pytest.raises(PeerLostError, match=r"rank 0 \(machine 0\) did not come within 0.5 s"):
+            job_store.await_key(stores[0], "folder", "rank 0 (machine 0)", 0.5)
+        stores[1].set("folder", "run")
+        assert job_store.await_key(stores[0], "folder", "rank 0 (machine 0)", 0.5) == b"run"
+    assert said == ["rank 0 (machine 0) to come"]
+
+
+# ------------------------------------------------------------------------------------- groups that form again
+
+
+def formations(stores: list[KeyValueStore], monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[GroupFormation]:
+    """Those of the two ranks of a job, each with its connection to the job's store."""
+    monkeypatch.setattr(membership, "job_network", lambda _: JobNetwork(None, None, 1, 2))
+    monkeypatch.setattr(membership, "job_store", lambda rank: stores[rank])
+    return [GroupFormation(rank, "1", rank, 2, seconds) for rank in range(2)]
+
+
+def test_a_rank_that_does_not_return_to_its_group_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(environment, "SAY_SECONDS", 0.1)
+    monkeypatch.setattr(membership, "say_waiting", lambda name, _: said.append(name))
+    with job() as stores:
+        for after in (-1, 0):  # the first time, and after a loss
+            first, _ = formations(stores, monkeypatch, 0.5)
+            with pytest.raises(PeerLostError, match=r"^rank 1 \(machine 1\) did not come within 0.5 s to form"):
+                first.meet(after)
+    assert said == ["rank 1 (machine 1) to come"] * 2
+
+
+def test_a_rank_that_dies_while_the_group_forms_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others form the group with the process that takes its place, as soon as that one comes."""
+    monkeypatch.setattr(module, "_CHECK_SECONDS", 0.05)
+    listener = listen_here()
+    with job() as stores, door(listener, None):  # the rank lets the other in, and dies before it connects
+        first, second = formations(stores, monkeypatch, LIMIT)
+        group = stores[1].prefixed("gtrain-group-1")
+        group.set("0/address/1", listener.address)
+        group.set("0/here/1", "")
+        with ThreadPoolExecutor(1) as pool:
+            forming = pool.submit(first.meet, -1)
+            group.get("0/address/0")
+            second.announce("back")
+            made = [second.meet(-1), forming.result()]
+        assert [(incarnation, members) for incarnation, members, _ in made] == [(1, (0, 1))] * 2
+        for _, _, mesh in made:
+            assert mesh is not None
+            mesh.close()
+
+
+# ---------------------------------------------------------------------------------------------------- the store's end
 
 
 def test_the_end_of_the_store_is_noticed() -> None:

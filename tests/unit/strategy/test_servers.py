@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gtrain.launch import environment
 from gtrain.strategy import servers
 from gtrain.wire import Message
 
@@ -22,9 +24,10 @@ def test_a_server_that_does_not_say_what_it_spent_is_named(monkeypatch: pytest.M
         if len(said) == 2:
             answer.set_result(Message({"cpu_seconds": 1.5}))
 
-    monkeypatch.setattr(servers, "say_waiting", say)
-    monkeypatch.setattr(servers, "SAY_SECONDS", 0.01)
-    monkeypatch.setattr(servers, "REPORT_SECONDS", 0.01)
+    for name, seconds in (("SAY_SECONDS", 0.01), ("REPORT_SECONDS", 0.01)):
+        monkeypatch.setattr(environment, name, seconds)
+    monkeypatch.setattr(servers, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(servers, "WaitReport", partial(environment.WaitReport, say=say))
     client: Any = SimpleNamespace()
     assert servers._wait_for_reply(client, answer, "parameter 1 (machine 1)").fields == {"cpu_seconds": 1.5}
     assert set(said) == {"parameter 1 (machine 1)"}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from helpers import LIMIT, until
 from omegaconf import OmegaConf
 
 from gtrain import __version__
 from gtrain.errors import ConfigError
+from gtrain.launch import settings_check
 from gtrain.launch.key_value import KeyValueServer, KeyValueStore
 from gtrain.launch.settings_check import check_refused, check_release, check_same, comparable
 from gtrain.launch.sockets import listen_here
@@ -75,3 +79,40 @@ def test_of_another_release_only_that_is_named(job: KeyValueStore) -> None:
     assert said == f"rank 3 has gtrain={__version__}, and rank 0 has gtrain=9.9."
     with pytest.raises(ConfigError, match="parameter 0 has gtrain=.*, and rank 0 has gtrain=9.9."):
         check_release(job, "parameter 0")
+
+
+def test_rank_0_which_serves_the_store_ends_after_the_others_have_read_a_refusal(
+    job: KeyValueStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 3 is refused; rank 2 has not been started, and is not waited for."""
+    monkeypatch.setattr(settings_check, "READ_SECONDS", LIMIT)
+    for rank in (0, 1):
+        check_same(job, rank, f"rank {rank}", SETTINGS)
+    with pytest.raises(ConfigError):
+        check_same(job, 3, "rank 3", {**SETTINGS, "seed": "1"})
+    ended = []
+
+    def read(rank: int) -> None:
+        with pytest.raises(ConfigError, match="rank 3 has seed=1, and rank 0 has seed=0."):
+            check_refused(KeyValueStore(job.address, None, LIMIT), rank)
+        ended.append(rank)
+
+    first = threading.Thread(target=read, args=(0,))
+    first.start()
+    counts = job.prefixed("gtrain-settings")
+    until(lambda: counts.add(settings_check._READ, 0) == 2, tmp_path)
+    read(1)
+    first.join()
+    assert ended == [1, 0]
+
+
+def test_rank_0_does_not_wait_forever_for_a_rank_that_does_not_read_a_refusal(
+    job: KeyValueStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings_check, "READ_SECONDS", 0.1)
+    for rank in (0, 1):
+        check_same(job, rank, f"rank {rank}", SETTINGS)
+    with pytest.raises(ConfigError):
+        check_same(job, 3, "rank 3", {**SETTINGS, "seed": "1"})
+    with pytest.raises(ConfigError, match="rank 3 has seed=1"):
+        check_refused(job, 0)

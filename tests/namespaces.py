@@ -1,0 +1,86 @@
+"""Machines of a job in network namespaces of their own, whose links a test can take down. Needs root and ``ip``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from forked import Program, lasting
+from helpers import REPO
+
+_ENTER = str(REPO / "tests" / "assets" / "in_namespace.py")
+
+
+class Network:
+    """One namespace per machine, joined by a bridge in one more namespace, as by a switch.
+
+    Args:
+        machines: number of machines.
+    """
+
+    def __init__(self, machines: int) -> None:
+        self._hub = f"gtrain-{os.getpid()}-hub"
+        self._names = [f"gtrain-{os.getpid()}-{machine}" for machine in range(machines)]
+
+    def make(self) -> None:
+        """Make the namespaces, and the links between them."""
+        _ip(f"netns add {self._hub}")
+        _ip(f"-n {self._hub} link add bridge type bridge")
+        _ip(f"-n {self._hub} link set bridge up")
+        for machine, name in enumerate(self._names):
+            _ip(f"netns add {name}")
+            _ip(f"-n {name} link add eth0 type veth peer name port{machine} netns {self._hub}")
+            _ip(f"-n {name} addr add {self.address(machine)}/24 dev eth0")
+            for where, link in ((name, "eth0"), (name, "lo"), (self._hub, f"port{machine}")):
+                _ip(f"-n {where} link set {link} up")
+            _ip(f"-n {name} route add default dev eth0")
+            _ip(f"-n {self._hub} link set port{machine} master bridge")
+
+    def remove(self) -> None:
+        """Remove what :meth:`make` made, all of it or less."""
+        for name in (*self._names, self._hub):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+    def address(self, machine: int) -> str:
+        """The address of a machine."""
+        return f"10.77.0.{machine + 1}"
+
+    def link(self, machine: int, state: str) -> None:
+        """Take the port of a machine at the switch ``down``, or ``up`` again."""
+        _ip(f"-n {self._hub} link set port{machine} {state}")
+
+    def start(self, machine: int, folder: Path, *arguments: str) -> Program:
+        """Start ``gtrain ARGUMENTS`` on a machine, as its share of a job that trains until it is :func:`enough`.
+
+        Results are in the folder ``run``, logs of other machines than the first in ``run-<machine>``.
+        """
+        job = (f"trainer.num_nodes={len(self._names)}", "cluster=manual", f"cluster.rank={machine}")
+        meet = (f"cluster.rendezvous=file://{folder}/rendezvous", "cluster.isolated=true")
+        run = f"run-{machine}" if machine else "run"
+        program = (_ENTER, self._names[machine], "gtrain")
+        return lasting(folder, *arguments, *job, *meet, run=run, program=program)
+
+
+@contextmanager
+def network(machines: int) -> Iterator[Network]:
+    """Machines that are gone afterwards; skips the test where they cannot be made."""
+    made = Network(machines)
+    try:
+        if os.geteuid() != 0:
+            pytest.skip("network namespaces take root")
+        try:
+            made.make()
+        except (FileNotFoundError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', None) or error}")
+        yield made
+    finally:
+        if os.geteuid() == 0:
+            made.remove()
+
+
+def _ip(command: str) -> None:
+    subprocess.run(["ip", *command.split()], capture_output=True, check=True, text=True)
