@@ -5,6 +5,8 @@ Each argument has one dtype (int64 unless stated), so that each kernel is compil
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -12,6 +14,34 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 _RUN = 32  # edges of a run that insertion sort handles
+
+
+class ColumnEdges(NamedTuple):
+    """Edges that are sorted by column, each column a range of positions.
+
+    Attributes:
+        time: ``[e]``; empty if the edges have no times.
+        source: ``[e]``.
+        position: ``[e]``, the edges' positions in the source data.
+    """
+
+    time: Ints
+    source: Ints
+    position: Ints
+
+
+class Balance(NamedTuple):
+    """How many nodes of each group a part may have, and has.
+
+    Attributes:
+        group: int32 ``[N]``, balance group of each node.
+        capacity: ``[groups]``, largest number of nodes of each group in a part.
+        sizes: ``[groups, P]``, nodes of each group assigned to each part in this pass.
+    """
+
+    group: NDArray[np.int32]
+    capacity: Ints
+    sizes: Ints
 
 
 @njit(cache=True, nogil=True)
@@ -53,28 +83,31 @@ def sort_columns(indptr: Ints, time: Ints, source: Ints, position: Ints) -> None
     Bottom-up merge sort over runs that insertion sort has sorted. ``time`` is empty if the edges have no times.
     """
     timed = time.size > 0
+    edges = ColumnEdges(time, source, position)
     # The spare arrays are as long as the longest column, not the data; short columns need none.
     longest = 0
     for c in range(indptr.size - 1):
         longest = max(longest, indptr[c + 1] - indptr[c])
     capacity = longest if longest > _RUN else 0
-    spare_time = np.empty(capacity if timed else 0, np.int64)
-    spare_source = np.empty(capacity, np.int64)
-    spare_position = np.empty(capacity, np.int64)
+    spare = ColumnEdges(
+        np.empty(capacity if timed else 0, np.int64), np.empty(capacity, np.int64), np.empty(capacity, np.int64)
+    )
     for c in range(indptr.size - 1):
         start, stop = indptr[c], indptr[c + 1]
         for low in range(start, stop, _RUN):
-            _insert(time, source, position, timed, low, min(low + _RUN, stop))
+            _insert(edges, timed, low, min(low + _RUN, stop))
         width = _RUN
         while width < stop - start:
             for low in range(start, stop - width, 2 * width):
                 middle, high = low + width, min(low + 2 * width, stop)
-                _merge(time, source, position, timed, low, middle, high, spare_time, spare_source, spare_position)
+                _merge(edges, spare, timed, low, middle, high)
             width *= 2
 
 
 @njit(cache=True, nogil=True)
-def _insert(time: Ints, source: Ints, position: Ints, timed: bool, low: int, high: int) -> None:
+def _insert(edges: ColumnEdges, timed: bool, low: int, high: int) -> None:
+    """Sort the edges ``low .. high-1`` by insertion, stably and in place."""
+    time, source, position = edges
     for i in range(low + 1, high):
         t = time[i] if timed else 0
         s, p = source[i], position[i]
@@ -90,23 +123,14 @@ def _insert(time: Ints, source: Ints, position: Ints, timed: bool, low: int, hig
 
 
 @njit(cache=True, nogil=True)
-def _merge(
-    time: Ints,
-    source: Ints,
-    position: Ints,
-    timed: bool,
-    low: int,
-    middle: int,
-    high: int,
-    spare_time: Ints,
-    spare_source: Ints,
-    spare_position: Ints,
-) -> None:
+def _merge(edges: ColumnEdges, spare: ColumnEdges, timed: bool, low: int, middle: int, high: int) -> None:
     """Merge the sorted runs ``low .. middle-1`` and ``middle .. high-1`` in place.
 
     The left run is copied aside first, so the output never overwrites an entry that is still to be read. Taking the
     right entry only if it is strictly smaller keeps the sort stable.
     """
+    time, source, position = edges
+    spare_time, spare_source, spare_position = spare
     left = middle - low
     for i in range(left):
         if timed:
@@ -139,11 +163,9 @@ def assign(
     indptr: Ints,
     neighbour: Ints,
     first: int,
-    group: NDArray[np.int32],
-    capacity: Ints,
+    balance: Balance,
     fennel: float,
     seed: int,
-    sizes: NDArray[np.int64],
     part: NDArray[np.int32],
 ) -> None:
     """Assign consecutive nodes, one after the other, to the part with the highest score.
@@ -158,13 +180,12 @@ def assign(
         indptr: ``[n + 1]``; node ``first + i`` has the neighbours ``indptr[i] .. indptr[i+1]-1``.
         neighbour: node ids.
         first: id of the first node.
-        group: int32 ``[N]``, balance group of each node.
-        capacity: ``[groups]``, largest number of nodes of each group in a part.
+        balance: limits the parts; its ``sizes`` are updated.
         fennel: weight of Fennel's cost of a full part, in neighbours; 0 selects LDG.
         seed: breaks ties between parts.
-        sizes: ``[groups, P]``, nodes of each group assigned to each part in this pass; updated.
         part: int32 ``[N]``, part of each node in this pass or else in the last, -1 if not yet assigned; updated.
     """
+    group, capacity, sizes = balance
     num_parts = sizes.shape[1]
     neighbours_in = np.zeros(num_parts, np.int64)  # (P,)
     for v in range(first, first + indptr.size - 1):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +35,61 @@ AHEAD = 16
 
 _MIX = np.uint64(0xD6E8FEB86659FD93)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+class Keys(NamedTuple):
+    """Byte strings in one buffer, with their hashes.
+
+    Attributes:
+        data: the buffer, with ``PAD`` bytes behind the last key.
+        starts: offset of each key in ``data``, ``[n]``.
+        lengths: length of each key in bytes, ``[n]``; at least 1.
+        hashes: 64-bit hash of each key, ``[n]``.
+    """
+
+    data: Bytes
+    starts: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    hashes: NDArray[np.uint64]
+
+    @classmethod
+    def interleaved(cls, *columns: pa.Array) -> Keys:
+        """Return the strings of columns of equal length as keys, row by row."""
+        buffers, starts, lengths, base = [], [], [], 0
+        for column in columns:
+            strings = column.cast(pa.large_string())
+            offsets = np.frombuffer(strings.buffers()[1], dtype=np.int64)[strings.offset :][: len(strings) + 1]
+            data = np.frombuffer(strings.buffers()[2] or b"", dtype=np.uint8)
+            buffers.append(data[offsets[0] : offsets[-1]])
+            starts.append(offsets[:-1] - offsets[0] + base)
+            lengths.append(np.diff(offsets))
+            base += int(offsets[-1] - offsets[0])
+        packed = np.concatenate([*buffers, np.zeros(PAD, dtype=np.uint8)])
+        all_starts, sizes = (np.stack(values, axis=1).reshape(-1).astype(np.int32) for values in (starts, lengths))
+        hashes = np.empty(all_starts.size, dtype=np.uint64)
+        hash_keys(packed, all_starts, sizes, hashes)
+        return cls(packed, all_starts, sizes, hashes)
+
+    def part(self, chosen: slice) -> Keys:
+        """Return some of the keys."""
+        return Keys(self.data, self.starts[chosen], self.lengths[chosen], self.hashes[chosen])
+
+
+class NameTable(NamedTuple):
+    """A hash table of names, with free slots.
+
+    A slot is two words. Word 0: 24 bits of the hash (the tag) above 40 bits of id + 1; 0 if the slot is free. Word 1:
+    24 bits of length above 40 bits of the name's offset in the arena.
+
+    Attributes:
+        slots: ``[2 * power of two]``.
+        arena: the names back to back, and at least ``PAD`` bytes.
+        offsets: start of each name in the arena, and the end of the last; longer than the number of names.
+    """
+
+    slots: NDArray[np.uint64]
+    arena: Bytes
+    offsets: NDArray[np.int64]
 
 
 @njit(cache=True, nogil=True)
@@ -75,35 +130,19 @@ def _equal(a: Bytes, a_offset: np.intp, b: Bytes, b_offset: np.intp, length: np.
 
 
 @njit(cache=True, nogil=True)
-def encode(
-    table: NDArray[np.uint64],
-    arena: Bytes,
-    offsets: NDArray[np.int64],
-    known: int,
-    data: Bytes,
-    starts: NDArray[np.int32],
-    lengths: NDArray[np.int32],
-    hashes: NDArray[np.uint64],
-    out: NDArray[np.int64],
-) -> int:
+def encode(names: NameTable, known: int, keys: Keys, out: NDArray[np.int64]) -> int:
     """Look up byte strings and add the new ones; return the number of names after that.
 
-    A slot of the table is two words. Word 0: 24 bits of the hash (the tag) above 40 bits of id + 1; 0 if the slot is
-    free. Word 1: 24 bits of length above 40 bits of the name's offset in the arena. Where tag and length match, the
-    bytes are compared, so collisions cost time but never give a wrong id.
+    Where tag and length match, the bytes are compared, so collisions cost time but never give a wrong id.
 
     Args:
-        table: slots, with capacity for ``n`` new names.
-        arena: the names back to back, with capacity for the new ones and ``PAD`` bytes.
-        offsets: start of each name in the arena, and the end of the last.
+        names: the table, with capacity for ``n`` new names and their bytes.
         known: number of names in the table.
-        data, starts, lengths: the keys; none is empty.
-        hashes: 64-bit hash of each key.
-        out: output, the id of each key.
-
-    Shapes:
-        table ``[2 * power of two]``, offsets ``[more than known + n]``; starts, lengths, hashes and out ``[n]``.
+        keys: ``n`` keys.
+        out: output, the id of each key, ``[n]``.
     """
+    table, arena, offsets = names
+    data, starts, lengths, hashes = keys
     mask = np.uint64(table.size // 2 - 1)
     for i in range(starts.size):
         # Two misses per key, one after the other: the slot, and the name that the slot points at.
@@ -160,41 +199,6 @@ def fill(table: NDArray[np.uint64], offsets: NDArray[np.int64], first: int, hash
         table[entry + 1] = (np.uint64(length) << ID_BITS) | np.uint64(offsets[name])
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Byte strings in one buffer, with their hashes.
-
-    Attributes:
-        data: the buffer, with ``PAD`` bytes behind the last key.
-        starts: offset of each key in ``data``, ``[n]``.
-        lengths: length of each key in bytes, ``[n]``; at least 1.
-        hashes: 64-bit hash of each key, ``[n]``.
-    """
-
-    data: Bytes
-    starts: NDArray[np.int32]
-    lengths: NDArray[np.int32]
-    hashes: NDArray[np.uint64]
-
-    @classmethod
-    def interleaved(cls, *columns: pa.Array) -> Keys:
-        """Return the strings of columns of equal length as keys, row by row."""
-        buffers, starts, lengths, base = [], [], [], 0
-        for column in columns:
-            strings = column.cast(pa.large_string())
-            offsets = np.frombuffer(strings.buffers()[1], dtype=np.int64)[strings.offset :][: len(strings) + 1]
-            data = np.frombuffer(strings.buffers()[2] or b"", dtype=np.uint8)
-            buffers.append(data[offsets[0] : offsets[-1]])
-            starts.append(offsets[:-1] - offsets[0] + base)
-            lengths.append(np.diff(offsets))
-            base += int(offsets[-1] - offsets[0])
-        packed = np.concatenate([*buffers, np.zeros(PAD, dtype=np.uint8)])
-        all_starts, sizes = (np.stack(values, axis=1).reshape(-1).astype(np.int32) for values in (starts, lengths))
-        hashes = np.empty(all_starts.size, dtype=np.uint64)
-        hash_keys(packed, all_starts, sizes, hashes)
-        return cls(packed, all_starts, sizes, hashes)
-
-
 class Dictionary:
     """Assigns the ids 0, 1, 2, ... to byte strings in order of first appearance; hash collisions do not matter.
 
@@ -221,12 +225,11 @@ class Dictionary:
         out = np.empty(keys.starts.size, dtype=np.int64)
         for first in range(0, out.size, STRIDE):
             part = slice(first, first + STRIDE)
-            starts, lengths, hashes = keys.starts[part], keys.lengths[part], keys.hashes[part]
-            self._longest = max(self._longest, int(lengths.max()))
-            self._make_room(starts.size, int(lengths.sum(dtype=np.int64)))
-            self._size = encode(
-                self._table, self._arena, self._offsets, self._size, keys.data, starts, lengths, hashes, out[part]
-            )
+            some = keys.part(part)
+            self._longest = max(self._longest, int(some.lengths.max()))
+            self._make_room(some.starts.size, int(some.lengths.sum(dtype=np.int64)))
+            names = NameTable(self._table, self._arena, self._offsets)
+            self._size = encode(names, self._size, some, out[part])
         return out
 
     def freeze(self) -> pa.LargeStringArray:

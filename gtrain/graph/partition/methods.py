@@ -360,9 +360,9 @@ def stream_partition(
     fennel = 1.5 * len(source) / max(num_nodes, 1) + 1e-9 if method == "fennel" else 0.0
     part = np.full(num_nodes, -1, dtype=np.int32)
     for _ in range(passes):
-        sizes = np.zeros((members.size, num_parts), dtype=np.int64)
+        balance = kernels.Balance(groups, capacity, np.zeros((members.size, num_parts), dtype=np.int64))
         first = 0
         for piece in columns.between(0, num_nodes):
-            kernels.assign(piece.indptr, piece.source, first, groups, capacity, fennel, seed, sizes, part)
+            kernels.assign(piece.indptr, piece.source, first, balance, fennel, seed, part)
             first += piece.indptr.size - 1
     return part.astype(np.int64)

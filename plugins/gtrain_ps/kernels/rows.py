@@ -15,6 +15,23 @@ _PREFETCH_ROWS = 3
 _PREFETCH_ENTRIES = 64
 
 
+class PartRows(NamedTuple):
+    """The sparse rows of one part of a store, which may be memory-mapped.
+
+    Attributes:
+        low, high: the global id of the part's first row, and that of its last row plus 1.
+        starts: int64 ``[high - low + 1]``, CSR offsets.
+        ids: int64 ``[K]``, the column of each entry.
+        values: float ``[K]``.
+    """
+
+    low: int
+    high: int
+    starts: Array
+    ids: Array
+    values: Array
+
+
 class GroupedEntries(NamedTuple):
     """Entries of sparse rows, grouped by id: :func:`group` writes the arrays, an update walks over the chains.
 
@@ -168,15 +185,15 @@ def first_outside(ids: Any, height: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def measure_rows(chosen: Any, low: int, high: int, starts: Any, lengths: Any) -> None:
+def measure_rows(chosen: Any, part: PartRows, lengths: Any) -> None:
     """Write the lengths of the chosen rows that are in one part.
 
     Args:
         chosen: int64 ``[m]``, global ids.
-        low, high: the part's first id, and its end.
-        starts: ``[high - low + 1]``, the part's CSR offsets.
+        part: the rows.
         lengths: int64 ``[m]``, receives the number of entries of each of these rows.
     """
+    low, high, starts = part.low, part.high, part.starts
     for index in range(len(chosen)):
         if low <= chosen[index] < high:
             row = chosen[index] - low
@@ -184,17 +201,16 @@ def measure_rows(chosen: Any, low: int, high: int, starts: Any, lengths: Any) ->
 
 
 @njit(cache=True, nogil=True)
-def copy_rows(
-    chosen: Any, low: int, high: int, starts: Any, ids: Any, values: Any, begin: Any, ids_out: Any, values_out: Any
-) -> None:
-    """Copy the chosen rows that are in one part, whose files may be memory-mapped.
+def copy_rows(chosen: Any, part: PartRows, begin: Any, ids_out: Any, values_out: Any) -> None:
+    """Copy the chosen rows that are in one part.
 
     Args:
-        chosen, low, high, starts: as in :func:`measure_rows`.
-        ids, values: the part's entries.
+        chosen: int64 ``[m]``, global ids.
+        part: the rows.
         begin: int64 ``[m + 1]``, the offset of each chosen row in the results.
         ids_out, values_out: the results, ``[begin[m]]``.
     """
+    low, high, starts, ids, values = part
     for index in range(len(chosen)):
         ahead = chosen[min(index + _PREFETCH_ROWS, len(chosen) - 1)] - low
         if 0 <= ahead < high - low:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data
 
@@ -20,11 +19,9 @@ from gtrain_ps.kernels import rows as kernels
 
 @dataclass(frozen=True)
 class _Part:
-    """Memory maps of one part: the CSR arrays of its rows, and labels."""
+    """Memory maps of one part: its rows, labels, and ids in the source data."""
 
-    starts: NDArray[np.int64]
-    ids: NDArray[np.int64]
-    values: NDArray[np.float32]
+    rows: kernels.PartRows
     y: Tensor | None
     orig_id: Tensor
 
@@ -41,8 +38,6 @@ class RowTable:
         self._store, self._dtype = store, torch.empty(0, dtype=dtype).numpy().dtype
         self._parts = [_open(store, part) for part in range(store.num_parts)]
         self._offsets = store.offsets
-        ends = self._offsets.tolist()
-        self._spans = list(zip(ends[:-1], ends[1:], self._parts, strict=True))
 
     def rows_of(self, split: str) -> Tensor:
         """Return the global ids of a split's rows, int64, in the order of the source data.
@@ -75,14 +70,14 @@ class RowTable:
         """
         count, chosen = rows.numel(), rows.numpy()
         lengths = np.empty(count, np.int64)
-        for low, high, part in self._spans:
-            kernels.measure_rows(chosen, low, high, part.starts, lengths)
+        # Lengths first: then the rows of all parts are copied straight to their positions in the batch.
+        for part in self._parts:
+            kernels.measure_rows(chosen, part.rows, lengths)
         offsets = np.zeros(count + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         ids, values = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], self._dtype)
-        # Lengths first: then the rows of all parts are copied straight to their positions in the batch.
-        for low, high, part in self._spans:
-            kernels.copy_rows(chosen, low, high, part.starts, part.ids, part.values, offsets, ids, values)
+        for part in self._parts:
+            kernels.copy_rows(chosen, part.rows, offsets, ids, values)
         batch = Data(num_nodes=count, seeds=torch.arange(count), batch_size=count, n_id=rows)
         batch.x = Csr(torch.from_numpy(ids), torch.from_numpy(values), torch.from_numpy(offsets))
         for name in names:
@@ -96,7 +91,8 @@ class RowTable:
         if first is None:
             return None
         out = first.new_empty((len(rows), *first.shape[1:]))
-        for low, high, part in self._spans:
+        for part in self._parts:
+            low, high = part.rows.low, part.rows.high
             mine = (rows >= low) & (rows < high)
             out[mine] = getattr(part, name)[rows[mine] - low]
         return out
@@ -111,5 +107,6 @@ def _open(store: Store, part: int) -> _Part:
     store.verify(part)
     x = store.node("x", part)
     labels = store.node("y", part) if "y" in store.node_tensors() else None
-    arrays = x.crow_indices().numpy(), x.col_indices().numpy(), x.values().numpy()
-    return _Part(*arrays, labels, store.node("orig_id", part))
+    low, high = store.offsets[part : part + 2].tolist()
+    rows = kernels.PartRows(low, high, x.crow_indices().numpy(), x.col_indices().numpy(), x.values().numpy())
+    return _Part(rows, labels, store.node("orig_id", part))
