@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,6 +33,7 @@ _COPIED_BYTES = 16 << 20
 """Bytes of rows copied at a time."""
 ROWS = 1 << 16
 """Rows written at a time."""
+_VALUES = "values.npy"
 Rows = NDArray[np.float32]
 Writer = Callable[[Path, Rows, Names | None, str], None]
 
@@ -43,7 +44,8 @@ class PredictionWriter(pl.Callback):
     For a graph with entity types it writes a folder with a file per type.
 
     Each rank appends the rows of every batch to an unnamed temporary file, so it holds the rows of one batch in memory.
-    At the end it copies them into a memory-mapped file that all ranks share. The file is renamed when it is complete.
+    At the end it copies them into a memory-mapped file that all ranks share. A rank of a machine that does not see this
+    file sends its rows to rank 0. The file is renamed when it is complete.
 
     Args:
         path: the file to write; see :func:`check_output`.
@@ -108,9 +110,7 @@ class PredictionWriter(pl.Callback):
         shape = (self._store.num_nodes_of(target_type(self._store)), width)
         if self._format == "npy" and "source_nodes" in self._store.facts:
             shape, ids = (self._store.facts["source_nodes"], width), self._source_ids(ids)
-        with self._shared_file(shape) as values:
-            if len(ids) and width:
-                self._copy_rows(ids.numpy(), values)
+        self._write_shared(shape, ids.numpy())
         classes = not self._embeddings and width == self._store.facts.get("num_classes")
         if self._strategy.is_global_zero:
             self._finish(shape, classes and not self._store.facts.get("multilabel"))
@@ -119,20 +119,23 @@ class PredictionWriter(pl.Callback):
     def _append(self, rows: Tensor) -> None:
         """Append rows to the temporary file."""
         if self._rows is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._rows = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115 - closed after the copy
+            folder: Path | None = self.path.parent
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError:  # it is a folder of rank 0's machine
+                folder = None
+            self._rows = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed after the copy
         self._width = rows.size(1)
         self._rows.write(rows.contiguous().numpy().data)
 
-    def _copy_rows(self, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        """Copy the rows of the temporary file to the rows ``ids`` of ``values``."""
-        assert self._rows is not None
+    def _saved_rows(self, count: int) -> Rows:
+        """Map the temporary file, ``[count, width]``; None of its rows is in memory."""
+        if not count or self._rows is None:
+            return np.empty((count, self._width), np.float32)
         self._rows.flush()
-        rows: NDArray[np.float32] = np.memmap(self._rows, np.float32, "r", shape=(len(ids), values.shape[1]))
-        step = max(1, _COPIED_BYTES // rows[:1].nbytes)
-        for start in range(0, len(ids), step):
-            values[ids[start : start + step]] = rows[start : start + step]
+        rows: Rows = np.memmap(self._rows, np.float32, "r", shape=(count, self._width))
         self._rows.close()
+        return rows
 
     def _embedded(self, batch: Data | HeteroData) -> Tensor:
         """Return the last layer's input; a network may have called it for each node type in turn."""
@@ -151,35 +154,54 @@ class PredictionWriter(pl.Callback):
     def _scratch(self) -> Path:
         return self.path.with_name(self.path.name + ".part")
 
-    @contextmanager
-    def _shared_file(self, shape: tuple[int, int]) -> Iterator[NDArray[np.float32]]:
-        """Context with a file that all ranks write into; rows of nodes without predictions are NaN."""
-        if self._strategy.is_global_zero:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = np.lib.format.open_memmap(self._scratch, "w+", np.float32, shape)
+    def _write_shared(self, shape: tuple[int, int], ids: NDArray[np.int64]) -> None:
+        """Write the rows of all ranks into one file; rows of nodes without predictions are NaN.
+
+        Args:
+            shape: of the file.
+            ids: rows of the file that this rank writes, ``[n]``.
+        """
+        sharing, folder, rank = self._strategy.folder_sharing, self._scratch, self._strategy.global_rank
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+            folder.mkdir(parents=True)
+            file = np.lib.format.open_memmap(folder / _VALUES, "w+", np.float32, shape)
             file[:] = np.nan
             file.flush()
+            sharing.announce(folder)
         self._strategy.barrier()
-        values: np.memmap[Any, np.dtype[np.float32]] = np.load(self._scratch, mmap_mode="r+")
-        yield values
-        values.flush()
+        target, rows = sharing.target(folder, _VALUES), self._saved_rows(len(ids))
+        if target == folder:
+            _copy_rows(ids, rows, folder / _VALUES)
+        elif rows.size:
+            np.save(target / f"ids-{rank}.npy", ids)
+            np.save(target / f"rows-{rank}.npy", rows)
+        sharing.offer(folder)
         self._strategy.barrier()
+        if rank == 0:
+            sharing.collect(folder)
+            for path in folder.glob("ids-*.npy"):
+                sent = path.with_name(path.name.replace("ids", "rows", 1))
+                _copy_rows(np.load(path), np.load(sent, mmap_mode="r"), folder / _VALUES)
+        self._strategy.barrier()
+        sharing.withdraw(folder)
 
     def _finish(self, shape: tuple[int, int], classes: bool) -> None:
-        values = np.load(self._scratch, mmap_mode="r")
+        values = np.load(self._scratch / _VALUES, mmap_mode="r")
         node_type = target_type(self._store)
         done = self.path.with_name(self.path.name + ".done")
         if self._store.facts.get("entity_types"):
             self._write_types(done, values)
         elif self._format == "npy":
-            os.replace(self._scratch, self.path)
+            os.replace(self._scratch / _VALUES, self.path)
+            shutil.rmtree(self._scratch)
             return
         elif classes and self._format == "parquet":
             write_parquet(done, values, self._store.names(node_type), node_type, classes=True)
         else:
             WRITERS[self._format](done, values, self._store.names(node_type), node_type)
         os.replace(done, self.path)
-        self._scratch.unlink()
+        shutil.rmtree(self._scratch)
 
     def _write_types(self, folder: Path, values: Any) -> None:
         """Write a folder with a file per entity type, or PyTorch-BigGraph's files per type."""
@@ -191,6 +213,17 @@ class PredictionWriter(pl.Callback):
                 np.save(path, rows)
             else:
                 WRITERS[self._format](path, rows, self._store.names(entity.name), entity.name)
+
+
+def _copy_rows(ids: NDArray[np.int64], rows: Rows, file: Path) -> None:
+    """Copy ``rows`` ``[n, width]`` to the rows ``ids`` of the array in a file."""
+    if not rows.size:
+        return
+    values: np.memmap[Any, np.dtype[np.float32]] = np.load(file, mmap_mode="r+")
+    step = max(1, _COPIED_BYTES // rows[:1].nbytes)
+    for start in range(0, len(ids), step):
+        values[ids[start : start + step]] = rows[start : start + step]
+    values.flush()
 
 
 def check_output(path: Path, fmt: str) -> None:

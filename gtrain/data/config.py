@@ -37,6 +37,11 @@ class DataConfig(DataSettings):
     _target_: str = MISSING
     root: str = setting("data", "folder of the raw files", follows="${paths.data}")
     store: str = setting("data/stores", "folder of the partitioned stores", follows="${paths.stores}")
+    remote_store: str | None = setting(
+        None,
+        "address of a store in an object store, such as `s3://bucket/stores/cora`, which is read instead of the raw "
+        "files, see [stores elsewhere](data.md#stores-elsewhere); `gtrain partition` writes the store there",
+    )
     num_parts: int | None = setting(
         None,
         "number of parts; null: one per rank, `strategy=ps`: one, `strategy=pbg`: one per partition",

@@ -29,8 +29,9 @@ from gtrain.graph.sampling.options import checked_fan_out
 from gtrain.graph.store import Store
 from gtrain.graph.store.lock import ensure_store
 from gtrain.graph.store.manifest import FORMAT, READABLE
+from gtrain.graph.store.replica import RemoteFolder, Replica
 from gtrain.graph.store.writer import write_store
-from gtrain.settings import build_settings, parameters, part, signature_of
+from gtrain.settings import as_typed, build_settings, parameters, part, signature_of
 
 log = logging.getLogger("gtrain")
 
@@ -140,6 +141,7 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         self._names: Mapping[str, Names] = {}
         self._facts: dict[str, Any] = {}
         self._opened: Store | None = None
+        self._given: Store | None = None
         self._prepared = False
 
     if not TYPE_CHECKING:  # attributes stay checked
@@ -210,6 +212,8 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
     def store_path(self) -> Path:
         """Folder of this graph's store; its name has a digest of all options. An existing store of an earlier format
         that is still readable is used."""
+        if self._given is not None:
+            return self._given.path
         source = self._source()
         texts = [json.dumps({**source, "format": number}, sort_keys=True, default=str) for number in READABLE]
         digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
@@ -235,6 +239,9 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         if self.edge_buckets:
             # Also for an existing store, since num_partitions may have changed.
             self.schema.check_partitions(self.num_parts, self.parts_key)
+        if self.settings.remote_store is not None:
+            self.use_store(self._open_remote())
+            return
         if type(self).fetch is GraphDataModule.fetch:
             # Not with a fetch of its source: that may still have to download the files.
             self.identity()  # stamps each file
@@ -266,10 +273,16 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
 
         Raises:
             DataError: the data is invalid, or a file or folder cannot be read or written.
+            ConfigError: ``remote_store`` was prepared with other options.
         """
+        if self.has_store:
+            return
         try:
-            self.fetch()
+            if self.settings.remote_store is None:
+                self.fetch()
             self.check_inputs()
+            if self.has_store:
+                return
             # the first call logs, repeated ones do not
             ensure_store(self.store_path, self._create, log.debug if self._prepared else log.info)
         except OSError as err:
@@ -280,6 +293,41 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
                 f"(data.root={self.root}, data.store={self.store})",
             ) from err
         self._prepared, self._names = True, {}  # the store has the names
+
+    @property
+    def has_store(self) -> bool:
+        """Whether this data module reads a store that it did not prepare; see :meth:`use_store`."""
+        return self._given is not None
+
+    def use_store(self, store: Store) -> None:
+        """Read a store that another machine prepared, or a replica of it, instead of the raw files."""
+        self._given = self._opened = store
+
+    def _open_remote(self) -> Store:
+        """Open the store at ``remote_store``, and refuse one that was prepared with other options.
+
+        Raises:
+            StoreError: there is no store, or it cannot be read.
+            ConfigError: its options differ; the message has the first key and both values.
+        """
+        address = self.settings.remote_store
+        assert address is not None
+        origin = RemoteFolder(address)
+        store = Replica.of(origin, self.store, origin.name)
+        theirs = store.manifest.source
+        for key, mine in json.loads(json.dumps(self._options(), default=str)).items():
+            if theirs.get(key) != mine:
+                raise self._other_options(address, f"data.{key}", theirs.get(key), mine)
+        if store.num_parts != self.num_parts:
+            raise self._other_options(address, self.parts_key, store.num_parts, self.num_parts)
+        return store
+
+    def _other_options(self, address: str, key: str, theirs: Any, mine: Any) -> ConfigError:
+        return ConfigError(
+            f"data.remote_store={address} was prepared with {key}={as_typed(theirs)}, and this job has "
+            f"{key}={as_typed(mine)}.",
+            hint="set the same value, or write another store with gtrain partition.",
+        )
 
     def setup(self, stage: str | None = None) -> None:
         """Open the store."""
@@ -353,18 +401,20 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
             **({"seed": self.seed} if self.partition_path is None else {"file": file_stamp(Path(self.partition_path))}),
             **({"group_nodes": GROUP_NODES} if self._groups_nodes else {}),
         }
+        common = {"format": FORMAT, "graph": self.identity(), "partition": partition}
+        return {**self._options(), **common}
+
+    def _options(self) -> dict[str, Any]:
+        """Return the options that the store's contents depend on, besides the raw data and the partitioning."""
         return {
             **({"buckets": True} if self.edge_buckets else {}),
-            "format": FORMAT,
             "name": self.name,
-            "graph": self.identity(),
             "normalize_features": self.normalize_features,
             "unlabelled": self.unlabelled,
             "num_classes": self.num_classes,
             "split": self.split.identity(),
             "task": self.task,
             "target": self.target,
-            "partition": partition,
         }
 
     @property

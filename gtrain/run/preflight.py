@@ -21,6 +21,7 @@ from gtrain import backends, targets
 from gtrain.callbacks.checkpoint import unknown_monitor
 from gtrain.callbacks.predictions import check_output
 from gtrain.errors import ConfigError
+from gtrain.launch import launchers
 from gtrain.run import build
 from gtrain.run.sketch import ModelSketch, has_plain_constructor, make_trainer
 from gtrain.run.task import Task, data_module
@@ -49,11 +50,13 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
         check_output(job.output, config["format"])
         check_folder(job.output.parent, f"output={job.output}")
     data = data_module(config, ranks)
-    data.check_inputs()
+    is_first = _machine(config) == 0
+    if is_first:  # the others may lack the raw files: they fetch what machine 0 prepares
+        data.check_inputs()
     check_folder(data.store, f"data.store={data.store}")
     if verb == "partition":
         return
-    strategy, checkpoint = job.make_strategy(), _find_checkpoint(job)
+    strategy, checkpoint = job.make_strategy(), _find_checkpoint(job) if is_first else None
     targets.check_objects(config, build.find_target)
     for key, node in nested({key: config[key] for key in ("model", "callbacks", "logger")}):
         if isinstance(node, dict) and node.get("_target_") is not None:
@@ -74,6 +77,12 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
         writer = checkpoints.writer_of_tables(checkpoint, sketch.model, strategy.strategy_name, elsewhere)
         if writer is not None and verb == "train":
             raise checkpoints.refuse_training(checkpoint, writer, strategy.strategy_name)
+
+
+def _machine(config: dict[str, Any]) -> int:
+    """Return the number of this machine in the job."""
+    rank_info = launchers.detect().rank_info()
+    return (config["cluster"]["rank"] or 0) if rank_info is None else rank_info.machine
 
 
 def _find_checkpoint(job: Task) -> Path | None:

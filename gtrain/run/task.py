@@ -23,9 +23,10 @@ from gtrain.callbacks.recorder import RunRecorder
 from gtrain.config import plain
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
+from gtrain.graph.store.replica import RemoteFolder
 from gtrain.kernel_cache import find_cache
 from gtrain.launch import slot as slots
-from gtrain.launch.environment import divide_cores, ranks_on_this_machine
+from gtrain.launch.environment import divide_cores, find_environment, ranks_on_this_machine
 from gtrain.model.classification import default_score
 from gtrain.model.inputs import weight_demand, zero_demand
 from gtrain.model.kinds import kind
@@ -34,6 +35,7 @@ from gtrain.run import build, report, runs
 from gtrain.run.sketch import sketch_model
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.counters import PeakMemory
+from gtrain.strategy.folder_sharing import agreed_path
 from gtrain.strategy.preparation import prepare
 from gtrain.strategy.servers import ServerMeter
 
@@ -61,6 +63,9 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> float | None:
     module = data_module(config, config["trainer"]["num_nodes"] * config["trainer"]["devices"])
     module.prepare_data()
     report.print_partition(module.open_store())
+    if (address := config["data"].get("remote_store")) is not None:
+        RemoteFolder(address).write(module.open_store())
+        print(f"wrote the store to {address}")
     return None
 
 
@@ -75,6 +80,8 @@ def data_module(config: dict[str, Any], ranks: int) -> GraphDataModule:
     backend = backends.get(config["strategy"]["name"])
     store_settings = backend.store_settings(config)
     buckets = store_settings.pop("buckets", False)
+    if config["verb"] == "partition":  # it writes the remote store
+        store_settings["remote_store"] = None
     module = build.make({**config["data"], "num_parts": parts, **store_settings}, "data")
     if not isinstance(module, GraphDataModule):
         raise ConfigError(
@@ -124,7 +131,7 @@ class Task:
         if config["verb"] in ("predict", "export"):
             check_output(self.output, config["format"])
         pl.seed_everything(config["seed"], verbose=False)
-        strategy, checkpoint = self.make_strategy(), self.checkpoint()
+        strategy, checkpoint = self.make_strategy(), agreed_path(find_environment(), self.checkpoint)
         strategy.model_name = self.model_name
         # After make_strategy: the baseline includes the strategy's imports.
         memory = PeakMemory()

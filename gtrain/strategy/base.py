@@ -48,6 +48,7 @@ from gtrain.settings import parameters, pop_settings, signature_of
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy import trainer_checks
 from gtrain.strategy.counters import Counters
+from gtrain.strategy.folder_sharing import FolderSharing
 from gtrain.strategy.gradients import average_statistics, sum_gradients
 from gtrain.strategy.group import Group, form_group
 from gtrain.strategy.preparation import prepare
@@ -119,6 +120,7 @@ class GraphStrategy(ParallelStrategy):
         self.timeout_seconds = self.settings.timeout_seconds
         self.dropout = self.settings.dropout
         self._exact: ExactDropout | None = None
+        self._sharing: FolderSharing | None = None
         self.counters = Counters()
         self.group = Group(counters=self.counters)
         self._group_formed = self._accumulating = False
@@ -240,7 +242,7 @@ class GraphStrategy(ParallelStrategy):
         if model is not None and isinstance(data, GraphDataModule):
             name = self._name_of(model)
             data.weight_demand, data.zero_demand = weight_demand(model, name), zero_demand(model, name)
-            prepare(data)
+            prepare(data, self.cluster_environment)
 
     def make_group(self) -> Group:
         """Return the group of the job's ranks for collectives; called once, after the environment is set up."""
@@ -553,11 +555,23 @@ class GraphStrategy(ParallelStrategy):
             self.shard_files,
             self._numbering(),
             self.strategy_name,
+            self.folder_sharing,
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        with self.folder_sharing.readable(Path(checkpoint_path), checkpoints.MANIFEST) as path:
+            return self._load_checkpoint(path)
+
+    @property
+    def folder_sharing(self) -> FolderSharing:
+        """Moves the files of checkpoints and predictions between machines without a shared folder."""
+        if self._sharing is None:
+            self._sharing = FolderSharing(self.cluster_environment)
+        return self._sharing
+
+    def _load_checkpoint(self, path: Path) -> dict[str, Any]:
         assert self.lightning_module is not None
-        folder = checkpoints.find(Path(checkpoint_path))
+        folder = checkpoints.find(path)
         if folder.is_dir():
             elsewhere = any(isinstance(layer.storage, RemoteTableStorage) for _, layer in tables(self.lightning_module))
             writer = checkpoints.writer_of_tables(folder, self.lightning_module, self.strategy_name, elsewhere)
@@ -566,7 +580,7 @@ class GraphStrategy(ParallelStrategy):
         loaded = checkpoints.load(
             # self.group excludes a restarted rank until it rejoins.
             Group(self.global_rank, self.world_size),
-            Path(checkpoint_path),
+            path,
             self.lightning_module,
             restore_rng=self.fitting,
             numbering=self._numbering(),

@@ -42,6 +42,7 @@ from gtrain.graph.store.files import file_crc, names_file
 from gtrain.nn import TableSpec, tables
 from gtrain.nn.table import BLOCK_ROWS
 from gtrain.protocols import ReturnsNodeIds, network_of
+from gtrain.strategy.folder_sharing import FolderSharing
 from gtrain.strategy.group import Group
 
 FORMAT = 1
@@ -86,6 +87,7 @@ def save(
     write_files: Callable[[Path], None] = lambda folder: None,
     numbering: Mapping[str, Any] | None = None,
     strategy: str | None = None,
+    sharing: FolderSharing | None = None,
 ) -> None:
     """Write a checkpoint. All ranks call this together, with the same path.
 
@@ -98,6 +100,7 @@ def save(
         write_files: writes further files of the strategy into a folder.
         numbering: of the data, see :func:`numbering_of`.
         strategy: name of the strategy that writes the checkpoint.
+        sharing: collects the files of machines that do not see rank 0's folder; None: all see it.
 
     Raises:
         CheckpointError: the state contains an object that only unpickling could restore.
@@ -105,25 +108,31 @@ def save(
     """
     # Three phases with barriers: rank 0 creates the folder, all ranks write into it, rank 0 writes the manifest and
     # renames. `group.passed()` is true in a restarted rank that catches up with a phase which the group has finished.
-    temporary = path.with_name(path.name + ".part")
+    temporary, sharing = path.with_name(path.name + ".part"), sharing or FolderSharing()
     if group.rank == 0 and not group.passed():
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         with _writing(temporary / TRAINER, path):
             torch.save(_plain(checkpoint, "checkpoint"), temporary / TRAINER)
+        sharing.announce(temporary)
     group.barrier()
     if not group.passed():
-        with _writing(temporary / f"rank-{group.rank}.pt", path):
-            torch.save({"rng": rng_state(), "shard": _plain(shard, "shard")}, temporary / f"rank-{group.rank}.pt")
-        with _writing(temporary, path):
-            write_files(temporary)
+        target = sharing.target(temporary, TRAINER)
+        with _writing(target / f"rank-{group.rank}.pt", path):
+            torch.save({"rng": rng_state(), "shard": _plain(shard, "shard")}, target / f"rank-{group.rank}.pt")
+        with _writing(target, path):
+            write_files(target)
+        sharing.offer(temporary)
     group.barrier()
     # a folder that is missing was renamed before this rank was restarted
     if group.rank == 0 and not group.passed() and temporary.exists():
+        with _writing(temporary, path):
+            sharing.collect(temporary)
         with _writing(temporary / MANIFEST, path):
             _write_manifest(temporary, group.size, checkpoint, module, numbering, strategy)
         _swap(temporary, path)
     group.barrier()
+    sharing.withdraw(temporary)
 
 
 def load(

@@ -16,24 +16,32 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
+from lightning.fabric.plugins.environments import ClusterEnvironment
+
 from gtrain import errors
 from gtrain.data.module import GraphDataModule
 from gtrain.launch import interpreter, slot
 from gtrain.launch.children import GRACE_SECONDS, die_with_parent, fork_with_pipe
+from gtrain.launch.environment import find_environment
 from gtrain.launch.launchers.local import run_local
 from gtrain.strategy.counters import PeakMemory
+from gtrain.strategy.store_sharing import prepare_shared
 
 log = logging.getLogger("gtrain")
 
 
-def prepare(data: GraphDataModule) -> None:
-    """Make the store of a data module in a separate process, unless it exists.
+def prepare(data: GraphDataModule, environment: ClusterEnvironment | None = None) -> None:
+    """Make the store of a data module in a separate process, unless it exists; all ranks call this.
+
+    Args:
+        data: the data module.
+        environment: Lightning's cluster environment of this process; None: that of its launcher.
 
     Raises:
-        GtrainError: see :meth:`~gtrain.data.module.GraphDataModule.prepare_data`.
+        GtrainError: see :func:`~gtrain.strategy.store_sharing.prepare_shared`.
     """
     data.run_in_child = partial(call_in_child, what=f"the process that prepares the store of {data.origin}")
-    data.prepare_data()
+    prepare_shared(data, environment or find_environment())
 
 
 def call_in_child(function: Callable[[], Any], what: str) -> dict[str, int]:

@@ -30,7 +30,7 @@ import math
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -98,9 +98,7 @@ class Store:
             if actual != size:
                 state = "is missing" if actual is None else f"has {actual} bytes, and the manifest says {size}"
                 raise StoreError(f"{file} {state}", hint=REBUILD.format(path=path))
-        if store.manifest.format < FORMAT:
-            store.facts.update(store._weight_facts())
-        return store
+        return store._with_all_facts()
 
     @property
     def is_hetero(self) -> bool:
@@ -259,7 +257,7 @@ class Store:
 
     def _verify(self, prefix: str) -> None:
         for name, crc in self.manifest.checksums.items():
-            if name.startswith(prefix) and file_crc(self.path / name) != crc:
+            if name.startswith(prefix) and file_crc(self._file(name)) != crc:
                 raise StoreError(
                     f"{self.path / name} is damaged: its checksum differs from the manifest's",
                     hint=REBUILD.format(path=self.path),
@@ -310,12 +308,22 @@ class Store:
         facts: dict[str, Any] = {"edge_weights": [lowest, max(limits)]}
         return facts if lowest >= 0 else {**facts, "negative_weight": f"{self.path}: the weight is {lowest:g}"}
 
+    def _with_all_facts(self) -> Self:
+        """Add the facts that a store of an earlier format lacks."""
+        if self.manifest.format < FORMAT:
+            self.facts.update(self._weight_facts())
+        return self
+
+    def _file(self, name: str) -> Path:
+        """Return the path of a file by its name in the manifest."""
+        return self.path / name
+
     def _map(self, name: str) -> Tensor:
         return torch.from_numpy(self._load(name))
 
     def _load(self, name: str) -> NDArray[Any]:
         """Map one file copy-on-write: torch warns about read-only arrays."""
-        file = self.path / name
+        file = self._file(name)
         try:
             with _OPENING:
                 array = np.load(file, mmap_mode="c")

@@ -1,0 +1,108 @@
+"""Machines without a shared folder: machine 0 prepares the store, and the others fetch the files that they read.
+
+Rank 0 publishes the name of the store, the checksum of its manifest and the address of a
+:class:`~gtrain.launch.file_server.FileServer` in the job's key-value store. A machine whose own folder has the same
+store opens that one, so machines that do share a folder fetch nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.fabric.plugins.environments import ClusterEnvironment
+
+from gtrain.data.module import GraphDataModule
+from gtrain.errors import PeerLostError
+from gtrain.graph.store import Store
+from gtrain.graph.store.files import file_crc
+from gtrain.graph.store.replica import MANIFEST, Replica
+from gtrain.launch.environment import say_waiting
+from gtrain.launch.file_server import FileServer, ServedFolder
+from gtrain.launch.job_store import JobNetwork, job_network, job_store
+from gtrain.strategy.mesh import SAY_SECONDS
+
+_servers: list[FileServer] = []
+"""They serve as long as this process lives."""
+_shared = 0
+"""Stores that this process has shared or opened so far: the key of the next one, equal on all ranks."""
+
+
+def prepare_shared(data: GraphDataModule, environment: ClusterEnvironment) -> None:
+    """Prepare the store on machine 0, and open it or a replica of it on the others.
+
+    All ranks call this in the same order, once for each data module.
+
+    Raises:
+        GtrainError: see :meth:`~gtrain.data.module.GraphDataModule.prepare_data`.
+        PeerLostError: rank 0 ended.
+    """
+    network, rank = job_network(environment), environment.global_rank()
+    if network.machines == 1 or network.own_address is None or data.has_store:
+        data.prepare_data()
+        return
+    global _shared
+    _shared += 1
+    on_first = network.machine_of(rank) == 0
+    if on_first:
+        data.prepare_data()
+    published = _Published(environment, network, str(_shared))
+    if rank == 0:
+        published.serve(data.open_store())
+    elif not on_first:
+        data.use_store(published.open(data))
+
+
+@dataclass
+class _Published:
+    """A store that rank 0 publishes."""
+
+    environment: ClusterEnvironment
+    network: JobNetwork
+    key: str
+
+    def serve(self, store: Store) -> None:
+        """Serve the files of a store and publish it; called on rank 0."""
+        assert self.network.own_address is not None and self.network.key_file is not None
+        names = {*store.manifest.sizes, MANIFEST}
+        server = FileServer(store.path, names, self.network.own_address, self.network.key_file)
+        _servers.append(server)
+        entry = {"name": store.path.name, "crc": file_crc(store.path / MANIFEST), "address": server.address}
+        self._entries.set(self.key, json.dumps(entry))
+
+    def open(self, data: GraphDataModule) -> Store:
+        """Open the store that rank 0 published, or a replica of it; called on the other machines."""
+        entry = self._wait()
+        mine = data.store / entry["name"]
+        if (mine / MANIFEST).is_file() and file_crc(mine / MANIFEST) == entry["crc"]:
+            return Store.open(mine)
+        return Replica.of(self, data.store, entry["name"])
+
+    @property
+    def address(self) -> str:
+        """The address of the store, for messages."""
+        return f"the store of {self.network.name_of(0)}"
+
+    def read(self, name: str) -> Iterator[bytes]:
+        """Yield the contents of a file; see :class:`gtrain.graph.store.replica.Origin`."""
+        assert self.network.key_file is not None
+        # The address is looked up for each file: a restarted rank 0 serves at another one.
+        return ServedFolder(self._wait()["address"], self.network.key_file).read(name)
+
+    @property
+    def _entries(self) -> Any:
+        return job_store(self.environment).prefixed("gtrain-data")
+
+    def _wait(self) -> dict[str, Any]:
+        """Wait until rank 0 has published the store, which takes as long as it prepares the store."""
+        start, entries = time.monotonic(), self._entries
+        while True:
+            try:
+                return dict(json.loads(entries.get(self.key, SAY_SECONDS)))
+            except PeerLostError:
+                if not entries.check([self.key]):  # raises PeerLostError if the store is gone
+                    say_waiting(f"{self.network.name_of(0)} to prepare the data", math.floor(time.monotonic() - start))
