@@ -89,7 +89,10 @@ class ServedFolder:
                 connection.sendall(_SIZE.pack(len(encoded)) + encoded)
                 (left,) = _SIZE.unpack(_receive(connection, _SIZE.size))
                 if left == _ABSENT:
-                    raise StoreError(f"the job's store at {self.address} has no file {name}")
+                    raise StoreError(
+                        f"the server at {self.address} does not send {name}",
+                        hint="install the same release of gtrain on all machines.",
+                    )
                 while left:
                     piece = _receive(connection, min(left, _PIECE))
                     left -= len(piece)

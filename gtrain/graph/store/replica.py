@@ -65,7 +65,10 @@ class Replica(Store):
         manifest = Manifest.from_json(text, origin.address)
         for entry in (*manifest.sizes, *manifest.checksums):
             if entry.startswith("/") or ".." in entry.split("/"):  # it would be written outside the replica
-                raise StoreError(f"{origin.address}: manifest.json names a file outside the store: {entry}")
+                raise StoreError(
+                    f"{origin.address}: manifest.json names a file outside the store: {entry}",
+                    hint="gtrain wrote no such manifest; do not use this store.",
+                )
         file = path / MANIFEST
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
