@@ -22,7 +22,7 @@ class EdgeSeeds:
 
     Attributes:
         index: int64 ``[2, S]``, sources (heads) and targets (tails).
-        extra: ``type`` int64 (relation), ``weight`` (float), ``time`` int64, each ``[S]``, where the data has them.
+        extra: ``type`` int64 (relation), ``weight`` (float) and ``time`` int64, those that the data has, ``[S]`` each.
         known: the edges of all splits, which filtered ranking excludes; None on the train split.
         edge_type: the edge type of a heterogeneous graph; None in a homogeneous one.
         edge_id: int64 ``[S]``, positions among the split's edges of the source data.
@@ -121,7 +121,7 @@ def edge_seeds(graph: Data | HeteroData, store: Store, split: str, negatives: Ne
     Args:
         graph: the whole graph, its nodes in the order of the global ids.
         store: where the held-out edges are.
-        split: ``train``: every edge that messages pass along; ``val`` or ``test``: those held out.
+        split: ``train``: every edge that messages pass along; ``val`` or ``test``: the held-out edges.
         negatives: draws their false edges; None: the batches have no false edges.
     """
     edge_type: EdgeType | None = None

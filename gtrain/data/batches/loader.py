@@ -33,8 +33,8 @@ Item = TypeVar("Item")
 class SeedLoader:
     """A description of the batches of one split.
 
-    A strategy reads the fields and makes its own batches. Iterated as it is, by a stock Lightning strategy or a test,
-    it yields the whole graph, once for each group of ``batch_size`` seeds, with no sampling.
+    A strategy reads the fields and makes batches by them. A Lightning strategy that does not know gtrain iterates over
+    the loader itself, which yields the whole graph once for each group of ``batch_size`` seeds, without sampling.
 
     Attributes:
         store: the graph.
@@ -48,7 +48,7 @@ class SeedLoader:
         task: ``node``: seeds are nodes; ``link``: seeds are edges, except for ``predict``, whose seeds are all nodes.
         num_negatives: false targets for each edge that a batch scores, ``dst_neg_index``; 0: none. A strategy sets it
             to the ``num_negatives`` of the module that it trains, see :meth:`draw_negatives`.
-        sampling: how a sampling strategy draws neighbours, and which false edges a module of the user's own asks for.
+        sampling: how a sampling strategy draws neighbours, and which false edges the batches have for a user's module.
         clock: returns the number of the next epoch if the caller counts epochs.
     """
 
@@ -91,8 +91,8 @@ class SeedLoader:
         return num_link_seeds(self.store, self.split) if self.seeds_are_edges else self.store.split_size(self.split)
 
     def __iter__(self) -> Iterator[Data | HeteroData]:
-        # A generator: Lightning calls iter() on every loader, also where a strategy makes its own batches of it, and
-        # the graph may be larger than this machine's memory.
+        # A generator: Lightning calls iter() on every loader, even if a strategy makes the batches, and the graph may
+        # be larger than this machine's memory.
         graph: Data | HeteroData = (
             hetero_batch(load_whole_hetero(self.store), self.store)
             if self.store.is_hetero
@@ -147,7 +147,7 @@ class SeedLoader:
         """Set the number of false targets drawn for each edge to the module's ``num_negatives``; None means 0.
 
         Raises:
-            ConfigError: false edges were asked for in another form.
+            ConfigError: ``data.neg_sampling`` was set too.
         """
         form = self.sampling.neg_sampling
         if count is not None and form is not None and self.seeds_are_edges:
@@ -218,48 +218,48 @@ def epoch_order(count: int, seed: int | None) -> Tensor:
 
 
 def has_split(store: Store, split: str) -> bool:
-    """Return whether the store says which nodes are in ``train``, ``val`` or ``test``."""
+    """Return whether the store has the mask of ``train``, ``val`` or ``test``."""
     return f"{split}_mask" in store.node_tensors(target_type(store))
 
 
 def target_type(store: Store) -> str:
-    """Return the node type that carries the labels: the only one of a homogeneous graph."""
+    """Return the node type with labels; in a homogeneous graph the only type."""
     target = store.facts.get("target")
     return target if isinstance(target, str) else store.node_types[0]
 
 
 def target_edge_type(store: Store) -> tuple[str, str, str]:
-    """Return the edge type that is predicted: the only one of a homogeneous graph."""
+    """Return the edge type that is predicted; in a homogeneous graph the only type."""
     source, relation, target = store.facts.get("target_edge") or store.edge_types[0]
     return source, relation, target
 
 
 def num_link_seeds(store: Store, split: str) -> int:
-    """Return the edges of a split over all parts."""
+    """Return the number of edges of a split, over all parts."""
     edge_type = target_edge_type(store)
     return store.num_edges_of(edge_type) if split == "train" else store.held_out_size(split, edge_type)
 
 
 def full_batch(shard: GraphShard, split: str, dtype: torch.dtype | None = None) -> Data:
-    """Return a shard as the batch that a LightningModule sees, all its nodes and edges in it.
+    """Return a full batch: all nodes and edges of a shard, with the split's nodes as seeds.
 
     Args:
-        shard: the rank's part, with n own nodes, h halo nodes and E edges.
+        shard: the rank's part, with n owned nodes, h halo nodes and E edges.
         split: ``train``, ``val``, ``test`` or ``predict``.
-        dtype: the precision to give ``x`` and floating-point edge data; None leaves them as they are stored.
+        dtype: of ``x`` and floating-point edge data; None: as stored.
 
     Returns:
         What :func:`graph_batch` returns, and
 
-        * ``seeds`` int64 ``[s]``, local ids of the own nodes that are in the split, ascending (``predict``: all own
-          nodes). **A batch's loss and metrics are over these nodes, and over no others.** A rank may have none;
+        * ``seeds`` int64 ``[s]``, local ids of the owned nodes that are in the split, ascending (``predict``: all
+          owned nodes). **A batch's loss and metrics are over these nodes only.** A rank may have none;
         * ``batch_size`` s.
     """
     return split_batch(graph_batch(shard, dtype), split)
 
 
 def split_batch(batch: Batch, split: str) -> Batch:
-    """Return a shallow copy of a shard's batch with ``seeds`` and ``batch_size``, as :func:`full_batch` has them.
+    """Return a shallow copy of a shard's batch with ``seeds`` and ``batch_size``; see :func:`full_batch`.
 
     In a heterogeneous batch they are nodes of the type ``target``.
     """
@@ -269,9 +269,9 @@ def split_batch(batch: Batch, split: str) -> Batch:
 def hetero_shard_batch(shard: HeteroShard, store: Store, dtype: torch.dtype | None = None) -> HeteroData:
     """Return a typed shard as a ``HeteroData`` with every tensor of ``node_data`` and ``edge_data``, and
 
-    * ``edge_index`` int64 ``[2, E]`` of each edge type, local ids (sources own and halo, targets own);
-    * ``num_nodes`` n of each node type, its own nodes, which is the number of rows of its ``x``;
-    * ``n_id`` int64 ``[n]`` of each node type, global ids of the own nodes;
+    * ``edge_index`` int64 ``[2, E]`` of each edge type, local ids (sources owned or halo, targets owned);
+    * ``num_nodes`` n of each node type, the number of owned nodes and of rows of its ``x``;
+    * ``n_id`` int64 ``[n]`` of each node type, global ids of the owned nodes;
     * ``target``, the node type that the labels belong to (str).
     """
     batch = HeteroData()
@@ -292,10 +292,10 @@ def graph_batch(shard: GraphShard, dtype: torch.dtype | None = None) -> Data:
     """Return a shard as a ``Data`` with every tensor of ``node_data`` and ``edge_data``, and
 
     * ``edge_index`` int64 ``[2, E]``, local ids (sources up to n+h-1, targets up to n-1);
-    * ``num_nodes`` n, the own nodes, which is the number of rows of ``x``;
-    * ``n_id`` int64 ``[n]``, global ids of the own nodes.
+    * ``num_nodes`` n, the number of owned nodes and of rows of ``x``;
+    * ``n_id`` int64 ``[n]``, global ids of the owned nodes.
 
-    ``x`` is dense, or a sparse CSR tensor where the store keeps it so.
+    ``x`` is dense, or a sparse CSR tensor if it is sparse in the store.
     """
     batch = Data(edge_index=shard.edge_index, num_nodes=shard.num_local)
     for name, tensor in shard.node_data.items():
@@ -345,7 +345,7 @@ def with_seeds(batch: Batch, seeds: Tensor) -> Batch:
 
 
 def with_edges(batch: Batch, edges: EdgeSeeds, chosen: Tensor, epoch: int = 0) -> Batch:
-    """Return a shallow copy of a batch whose seeds are these of a split's edges.
+    """Return a shallow copy of a batch, with the chosen edges of a split as its seeds.
 
     Its entries are those of :meth:`~gtrain.data.batches.scored_edges.ScoredEdges.entries` and
     :meth:`EdgeSeeds.known_entries`.

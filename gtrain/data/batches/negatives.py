@@ -1,8 +1,8 @@
 """Negative sampling with counter-based random numbers, independent of strategy, partitioning, ranks and batches.
 
-The false target number k of an edge follows from the seed, the split, the epoch, the edge's place in the source data
-and k. Its end is uniform over the *orig ids* of the node type, so that it does not depend on how the graph is cut.
-Validation and test have the same false edges in every epoch. False edges may by chance be true ones, as in PyG.
+The k-th false target of an edge is a function of the seed, the split, the epoch, the edge's position in the source
+data and k. It is uniform over the *orig ids* of the node type, so that it does not depend on the partitioning.
+Validation and test have the same false edges in every epoch. A false edge may by chance be a true one, as in PyG.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Negatives:
         store: the graph.
         edge_type: the edges' type; None means the only one.
         split: ``train``, ``val`` or ``test``.
-        seed: of the numbers.
-        amount: negative edges per true edge, above 0; an integer unless the mode is ``binary``.
+        seed: of the random numbers.
+        amount: false edges per true edge, above 0; an integer unless the form is ``binary``.
         form: see :class:`~gtrain.data.batches.scored_edges.ScoredEdges`.
-        time: name of the node tensor with times: no end is later than the time of its edge, if that has one. Of a few
-            nodes drawn the first that is there by then is taken, or else the earliest of all.
+        time: name of the node tensor with times. A false end then exists at the time of its edge, if the edge has one:
+            later nodes are drawn again, a few times, and at last replaced by the earliest node. None: no times.
 
     Raises:
-        ConfigError: the form is unknown, or the amount no number of edges.
+        ConfigError: the form is unknown, or the amount is not a valid number of edges.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Negatives:
         Args:
             edges: true ones.
             edge_id: int64 ``[B]``, their positions among the split's edges of the source data.
-            epoch: number of the epoch; of no effect but for ``train``.
+            epoch: number of the epoch; only ``train`` depends on it.
         """
         draws, time = math.ceil(self.amount), edges.extra.get("time")
         targets = self._draw(1, edge_id, epoch, draws, time)
@@ -76,7 +76,7 @@ class Negatives:
         return replace(edges, form=self.form, false_source=flat[0], false_target=flat[1], edge_id=edge_id)
 
     def _draw(self, side: int, edge_id: Tensor, epoch: int, draws: int, time: Tensor | None) -> Tensor:
-        """Global ids ``[B, draws]`` at one side, 0 the sources and 1 the targets."""
+        """Return the global ids of false sources (side 0) or false targets (side 1), ``[B, draws]``."""
         split = _SPLITS.index(self.split)
         words = (self.seed, split, epoch if self.split == "train" else 0, side)
         end = self._ends[side]
@@ -94,7 +94,7 @@ class Negatives:
 
 
 class _End:
-    """The nodes at one side of the edges."""
+    """The node type at one end of the edges, from which false ends are drawn."""
 
     def __init__(self, store: Store, kind: str, time: str | None) -> None:
         self._ids, self._count = GlobalIds(store, kind), store.num_nodes_of(kind)
@@ -103,7 +103,7 @@ class _End:
         self._times = [store.node(str(time), part, kind) for part in range(store.num_parts)] if self.timed else []
 
     def draw(self, edge_id: Tensor, draws: int, *words: int) -> Tensor:
-        """Global ids ``[B, draws]``, uniform."""
+        """Return uniform draws of nodes, global ids ``[B, draws]``."""
         # Drawn as original ids and then mapped, so that the draw does not depend on the partitioning.
         return self._ids(torch.from_numpy(below(self._count, key(*words), edge_id.numpy(), draws)))
 

@@ -15,14 +15,15 @@ _OPTIONAL = ("type", "weight", "time")
 
 
 class PartEdges:
-    """S edges of one split and type, part by part, in the order of the store's columns (held-out ones: of the source
-    data). Nothing but the parts' sizes is kept in memory.
+    """S edges of one split and type, part by part; only the sizes of the parts are in memory.
+
+    Within a part, train edges are in the order of the store's columns, held-out edges in that of the source data.
 
     Args:
         store: the graph.
         edge_type: the type; None means the only one.
-        split: ``train``: every edge that messages pass along; ``val`` or ``test``: those held out.
-        parts: whose edges; they belong to the part of their target.
+        split: ``train``: every edge that messages pass along; ``val`` or ``test``: the held-out edges.
+        parts: the parts; an edge is in the part of its target.
     """
 
     def __init__(self, store: Store, edge_type: EdgeType | None, split: str, parts: Sequence[int]) -> None:
@@ -69,7 +70,7 @@ class PartEdges:
         return ScoredEdges(source, target, extra)
 
     def _by_piece(self, chosen: Tensor) -> list[tuple[_Piece, Tensor, Tensor]]:
-        """Return each piece with the indices into ``chosen`` of its edges, and their positions in the piece."""
+        """Return each piece, the indices of its edges in ``chosen``, and the positions of these edges in the piece."""
         if len(self._pieces) == 1:
             return [(self._pieces[0], torch.arange(chosen.numel()), chosen)]
         number = owner_of(chosen, self._start)
@@ -81,7 +82,7 @@ class PartEdges:
 
 
 class _Piece:
-    """The edges of one part and split: the in-edges of its nodes, or those held out of them."""
+    """The edges of one part and split: the in-edges of its nodes, or held-out edges that point at them."""
 
     def __init__(self, store: Store, kind: EdgeType, part: int, split: str) -> None:
         self._indptr: Tensor | None = None

@@ -26,17 +26,17 @@ _TIMES = ("time", "edge_time")
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings ``data.*`` of the same names, as the user gave them, beside ``num_neighbors``.
+    """The settings ``data.*`` of the same names, as the user gave them; ``num_neighbors`` is separate.
 
     Attributes:
         replace: draw neighbours with replacement.
-        disjoint: a subgraph of its own for each seed.
+        disjoint: sample a separate subgraph for each seed.
         subgraph_type: ``directional``, ``bidirectional`` or ``induced``.
         temporal_strategy: ``uniform`` or ``last``: no neighbour is later than its seed; None: times do not matter.
         time_attr: ``time`` (of nodes) or ``edge_time``; None: the first of them that the graph has.
         weight_attr: the edge tensor that neighbours are drawn in proportion to; None: all are equally likely.
-        neg_sampling: ``binary`` or ``triplet``: random edges in the batch, for models that draw none themselves.
-        neg_sampling_ratio: random edges for each true one.
+        neg_sampling: ``binary`` or ``triplet``: false edges in the batch, for models that draw none; None: none.
+        neg_sampling_ratio: false edges per true edge.
 
     Raises:
         ConfigError: a word is unknown, or settings contradict each other.
@@ -77,7 +77,7 @@ class Sampling:
             )
 
     def settings(self) -> list[str]:
-        """The settings of neighbours that differ from their defaults, as on a command line; of negatives, none."""
+        """Return the settings of neighbours (not of negatives) that are not defaults, as on a command line."""
         return [
             f"data.{field.name}={getattr(self, field.name)}"
             for field in fields(self)
@@ -93,8 +93,8 @@ class Sampling:
             hops: layers of message passing in the model; None: unknown.
 
         Raises:
-            ConfigError: the fan-out does not suit the graph's edge types, has fewer hops than the model has layers, or
-                is None where ``hops`` is.
+            ConfigError: the fan-out does not suit the graph's edge types, or has fewer hops than the model has layers;
+                or neither the fan-out nor the layers are known.
             DataError: the graph lacks the times or weights.
         """
         fan_out = self._fan_out(num_neighbors, hops)
@@ -133,7 +133,7 @@ class Sampling:
         return fan_out
 
     def _times(self, store: Store) -> tuple[str | None, str | None]:
-        """The node tensor, or the edge tensor, that holds the times."""
+        """Return the name of the node tensor, or else of the edge tensor, with the times; None for the other."""
         on_nodes = any("time" in store.node_tensors(kind) for kind in store.node_types)
         on_edges = any("edge_time" in store.edge_tensors(kind) for kind in store.edge_types)
         name = self.time_attr or ("time" if on_nodes or not on_edges else "edge_time")
@@ -168,7 +168,7 @@ def check_hops(fan_out: FanOut, hops: int) -> None:
 
 
 def seed_time(store: Store, options: SamplingOptions, kind: str | EdgeType) -> str | None:
-    """Return the tensor that holds the seeds' own times: ``time`` of nodes, ``edge_time`` of edges.
+    """Return the name of the tensor with the times of seeds: ``time`` of nodes, ``edge_time`` of edges.
 
     Args:
         store: the graph.
@@ -176,10 +176,10 @@ def seed_time(store: Store, options: SamplingOptions, kind: str | EdgeType) -> s
         kind: the node type or the edge type of the seeds.
 
     Returns:
-        None where nothing is sampled by times.
+        The name; None if sampling ignores times.
 
     Raises:
-        DataError: the seeds have none.
+        DataError: the seeds have no times.
     """
     if options.temporal is None:
         return None

@@ -16,14 +16,15 @@ FORMS = ("binary", "triplet")
 
 @dataclass(frozen=True)
 class ScoredEdges:
-    """B true edges, and false ones beside them. Ids are those of the batch, or global ids on the way there.
+    """B true edges of a batch and their false edges, by the batch's local ids, or by global ids while it is built.
 
     Attributes:
         source, target: int64 ``[B]``, ends of the true edges.
-        extra: ``type`` int64 (relation), ``weight`` (float), ``time`` int64, each ``[B]``, where the data has them.
-        form: None: false edges are for :class:`~gtrain.model.link_predictor.LinkPredictor`; else one of :data:`FORMS`.
-        false_target: int64 ``[B, K]``, K false targets of each edge; ``binary``: ``[M]``; None: there are none.
-        false_source: int64 ``[M]`` for ``binary``, where a false edge has two ends of its own; else None.
+        extra: ``type`` int64 (relation), ``weight`` (float) and ``time`` int64, those that the data has, ``[B]`` each.
+        form: one of :data:`FORMS`; None: that of :class:`~gtrain.model.link_predictor.LinkPredictor`.
+        false_target: int64 ``[B, K]``, K false targets of each edge; for ``binary`` int64 ``[M]``, the targets of M
+            false edges; None: no false edges.
+        false_source: int64 ``[M]``, the sources of the M false edges of ``binary``; None for other forms.
         edge_id: int64 ``[B]``, positions of the true edges among the split's in the source data.
     """
 
@@ -36,17 +37,20 @@ class ScoredEdges:
     edge_id: Tensor | None = None
 
     def at_sources(self) -> Tensor:
-        """All ids of the source's node type, ``[B + M]``."""
+        """Return the ids of all sources, ``[B + M]``: of the true edges, then of the false ones."""
         return self.source if self.false_source is None else torch.cat([self.source, self.false_source])
 
     def at_targets(self) -> Tensor:
-        """All ids of the target's node type, ``[B + M]``; of K false targets, the first of every edge goes first."""
+        """Return the ids of all targets, ``[B + M]``: of the true edges, then of the false ones.
+
+        Of K false targets of each edge, the first of all edges come first, then the second, and so on.
+        """
         if self.false_target is None:
             return self.target
         return torch.cat([self.target, self.false_target.t().reshape(-1) if self._by_edge else self.false_target])
 
     def renumbered(self, sources: Tensor, targets: Tensor) -> ScoredEdges:
-        """Return the same edges by other ids, given in the order of :meth:`at_sources` and :meth:`at_targets`."""
+        """Return the same edges with other ids, which are in the order of :meth:`at_sources` and :meth:`at_targets`."""
         count = self.source.numel()
         false_target = None if self.false_target is None else targets[count:]
         if false_target is not None and self._by_edge and self.false_target is not None:
@@ -61,13 +65,15 @@ class ScoredEdges:
 
         Returns:
             Without a form: ``edge_label_index`` int64 ``[2, B]``; ``edge_label_type``, ``edge_label_weight`` and
-            ``edge_label_time`` ``[B]`` where there are such; and ``dst_neg_index`` int64 ``[B, K]`` where there are
-            false targets. ``edge_label_id`` ``[B]`` is the place of each among the split's edges of the source data.
+            ``edge_label_time`` ``[B]``, those that the data has; ``edge_label_id`` ``[B]``, the position of each edge
+            among the split's in the source data; and with false targets ``dst_neg_index`` int64 ``[B, K]``.
 
-            PyG's, for ``binary``: ``edge_label_index`` ``[2, B + M]`` and ``edge_label`` (1 true, 0 false), the others
-            ``[B + M]``: a false edge has the relation, weight, time and id of the true one that it was drawn for.
-            For ``triplet``: ``src_index``, ``dst_pos_index`` ``[B]``, and ``dst_neg_index`` ``[B, K]``, for one each
-            ``[B]``.
+            For ``binary``, as in PyG: ``edge_label_index`` ``[2, B + M]``, ``edge_label`` ``[B + M]`` (1 true, 0
+            false), and the others ``[B + M]``: a false edge has the relation, weight, time and id of the true edge that
+            it was drawn for.
+
+            For ``triplet``, as in PyG: ``src_index`` and ``dst_pos_index`` ``[B]``, and ``dst_neg_index`` ``[B, K]``,
+            or ``[B]`` if K is 1.
         """
         named = {f"edge_label_{name}": value for name, value in self.extra.items()}
         if self.edge_id is not None:
@@ -81,15 +87,15 @@ class ScoredEdges:
         return entries if self.false_target is None else entries | {"dst_neg_index": self.false_target}
 
     def put_into(self, batch: Data | HeteroData, edge_type: EdgeType | None) -> None:
-        """Set the entries of a batch: where PyG has them, if a form was asked for, else on the batch as a whole.
+        """Set the entries of a batch; with a form, those of a ``HeteroData`` go to the types where PyG has them.
 
         Args:
-            batch: to be changed.
+            batch: changed in place.
             edge_type: the type of the edges in a ``HeteroData``.
         """
         typed = isinstance(batch, HeteroData) and self.form is not None and edge_type is not None
         for name, value in self.entries().items():
-            (_place(batch, name, edge_type) if typed else batch)[name] = value  # type: ignore[arg-type]
+            (_pyg_store(batch, name, edge_type) if typed else batch)[name] = value  # type: ignore[arg-type]
 
     @property
     def _by_edge(self) -> bool:
@@ -104,8 +110,8 @@ class ScoredEdges:
         return {"edge_label_index": index, "edge_label": label} | {n: value[owner] for n, value in named.items()}
 
 
-def _place(batch: HeteroData, name: str, edge_type: EdgeType) -> Data:
-    """Where PyG's link loader puts an entry."""
+def _pyg_store(batch: HeteroData, name: str, edge_type: EdgeType) -> Data:
+    """Return the storage of the node type or edge type to which PyG's link loader adds an entry."""
     if name == "src_index":
         return batch[edge_type[0]]
     return batch[edge_type[2]] if name.startswith("dst_") else batch[edge_type]

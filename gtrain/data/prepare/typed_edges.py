@@ -23,18 +23,18 @@ SIDES = ("source", "target")
 class TypedEdges:
     """Renumbers the ends of an edge list, a block of edges at a time.
 
-    With names a type has the entities that its relations name, in the order of their first numbers; with integers it
-    has 0 up to the largest of its ids.
+    If ids are names, a type has the entities that its relations name, in the order of their ids in the list. If ids are
+    integers, it has all from 0 to the largest.
 
     Args:
         edges: the list; its columns of ends are replaced.
         schema: which types relations join.
-        folder: where large columns lie.
+        folder: folder of large columns.
 
     Attributes:
         counts: entities by type.
         ends: types of heads and tails by relation.
-        names: names of the entities by type; none where ids are integers.
+        names: names of the entities by type; empty if ids are integers.
     """
 
     def __init__(self, edges: EdgeList, schema: DataSchema, folder: Path) -> None:
@@ -65,7 +65,7 @@ class TypedEdges:
         return sum(self.counts.values())
 
     def names_of(self, name: str) -> list[str]:
-        """Names of a type's entities; numbers as text where ids are integers."""
+        """Return the names of a type's entities; if ids are integers, the ids as text."""
         return self.names[name].to_pylist() if self.names else [str(entity) for entity in range(self.counts[name])]
 
     @staticmethod
@@ -78,7 +78,7 @@ class TypedEdges:
         return schema.relation_ends([str(relation) for relation in range(largest + 1)])
 
     def _new_ids(self, edges: EdgeList) -> list[Ints]:
-        """By type, the number in it of each id of the source; -1 of those that are not of the type."""
+        """Return for each type the new id, within the type, of each id of the source; -1 for ids of other types."""
         present = np.zeros((len(self._types), edges.num_nodes), dtype=np.bool_)
         for side, name in enumerate(SIDES):
             for ids, kind in self._blocks(edges.columns[name], side):
@@ -90,7 +90,7 @@ class TypedEdges:
         return [np.where(row, np.cumsum(row) - 1, -1) for row in present]
 
     def _blocks(self, column: Column, side: int) -> Any:
-        """Ids of a block of edges at one side, and the types that they are of."""
+        """Yield, a block of edges at a time, the ids at one side of the edges and the numbers of their types."""
         kinds = self._type_numbers[side]
         if self._relations is None:
             return ((ids, np.full(len(ids), kinds[0])) for ids in column.chunks())
