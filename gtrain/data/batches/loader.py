@@ -131,7 +131,7 @@ class SeedLoader:
         return self.sampling.options(self.store, self.num_neighbors, hops)  # type: ignore[arg-type]
 
     def seeds(self, graph: Data | HeteroData) -> Tensor | EdgeSeeds:
-        """Return the split's seeds in the order of the source data, whatever the parts of the store.
+        """Return the split's seeds in the order of the source data, which does not depend on the partitioning.
 
         Args:
             graph: every node and edge, as :func:`graph_batch` or :func:`hetero_batch` returns it.
@@ -326,7 +326,7 @@ def hetero_batch(graph: HeteroData, store: Store, dtype: torch.dtype | None = No
 
 
 def node_seeds(graph: Data | HeteroData, split: str) -> Tensor:
-    """Return the local ids of a split's nodes in the order of the source data, whatever the parts of the store."""
+    """Return the local ids of a split's nodes, in the order of the source data."""
     nodes = graph[graph.target] if isinstance(graph, HeteroData) else graph
     if split == "predict":
         seeds = torch.arange(int(nodes.num_nodes or 0), device=nodes.orig_id.device)

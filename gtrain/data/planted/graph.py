@@ -77,14 +77,14 @@ class PlantedModel(PlantedParameters):
 class PlantedData(PlantedSource[PlantedModel, PlantedConfig]):
     """A degree-corrected planted partition (Karrer and Newman 2011) with Gaussian features.
 
-    Every node has a class; classes are of equal size. Node i has a weight ``theta_i`` from a power law. Of the
-    undirected edges the share ``homophily`` joins two nodes of one class, the rest nodes of two classes, all pairs of
-    classes alike; within that, an end falls on a node in proportion to its weight. No edges are parallel, and no node
-    has a loop unless ``self_loops`` gives one to each. Features are ``feature_signal * mean[class] + N(0, I)`` with
-    unit vectors as means. The label is the class with probability ``1 - label_noise``, and else one of the other
-    classes at random.
+    Every node has a class; classes have equal sizes. Node i has a weight ``theta_i`` from a power law. Of the
+    undirected edges the share ``homophily`` joins two nodes of one class, the others nodes of two classes, all pairs of
+    classes equally often. Within the classes, ends are drawn in proportion to the weights. There are no parallel edges;
+    with ``self_loops`` every node has a loop, otherwise none. Features are ``feature_signal * mean[class] + N(0, I)``
+    with unit vectors as means. The label is the class with probability ``1 - label_noise``, else another class at
+    random.
 
-    **The best possible accuracy** (fact ``best_acc``). Take a classifier that knows every parameter, the node's own
+    **The best possible accuracy** (fact ``best_acc``) is that of a classifier that knows every parameter, the node's
     features and the true class of every other node. With edges as independent Poisson counts of mean
     ``theta_i theta_j w[c_i, c_j]``, ``w`` proportional to ``homophily`` for equal classes and to
     ``(1 - homophily) / (k - 1)`` for two different ones of k, the posterior of node i's class is
@@ -92,14 +92,15 @@ class PlantedData(PlantedSource[PlantedModel, PlantedConfig]):
         p(c) proportional to  exp(-|x_i - s m_c|^2 / 2) * product over neighbours j of w[c, c_j]
 
     The pairs without an edge contribute ``exp(-theta_i sum_j theta_j w[c, c_j])``, the same for all c since classes
-    have equal total weight, and drop out; so does ``theta_i``. Given the classes around it, nothing else in the graph
-    tells of node i. Noise turns p into the label's posterior, ``q(c) = (1 - e) p(c) + e (1 - p(c)) / (k - 1)``.
-    Guessing the largest q is right with probability ``max_c q(c)``; ``best_acc`` is its mean over this graph's nodes.
+    have equal total weight, and cancel; so does ``theta_i``. Given the classes of its neighbours, the rest of the graph
+    has no information about node i. Label noise e turns p into the label's posterior,
+    ``q(c) = (1 - e) p(c) + e (1 - p(c)) / (k - 1)``. Choosing the largest q is right with probability ``max_c q(c)``;
+    ``best_acc`` is its mean over this graph's nodes.
 
-    It is an upper bound: a trained model has to infer its neighbours' classes. It is tight where it can, that is where
-    features and second neighbours leave little doubt of them. The departures of the generated graph from the Poisson
-    model (simple graph, edge counts fixed) matter only in graphs so dense that pairs run out. The accuracy on a finite
-    test split scatters around its expectation, by ``sqrt(a (1 - a) / n)`` for n test nodes.
+    It is an upper bound, because a trained model has to infer its neighbours' classes. The bound is tight if features
+    and second neighbours almost determine these. The generated graph differs from the Poisson model (it is simple, and
+    its edge counts are fixed), which matters only if almost all pairs are joined. The accuracy on n test nodes varies
+    around its expectation a by ``sqrt(a (1 - a) / n)``.
 
     Its settings are those of :class:`~gtrain.data.config.PlantedConfig`.
     """

@@ -89,13 +89,13 @@ class HeteroModel(PlantedHeteroParameters):
 class PlantedHeteroData(PlantedSource[HeteroModel, PlantedHeteroConfig]):
     """Papers, their authors and their terms: a planted partition with three node types and six relations.
 
-    Nodes of every type have a class, classes of equal size. Each of the three kinds of edges (author *writes* paper,
-    paper *cites* paper, paper *mentions* term) has its own homophily: that share of them joins two nodes of one class,
-    the rest nodes of two classes, all pairs of classes alike; within that, an end falls on a node in proportion to a
-    weight from a power law. No edge is there twice, and of two papers one cites the other at most. Each kind is stored
-    in both directions, the reverse ones as ``written_by``, ``cited_by`` and ``mentioned_in``. Papers and authors have
-    features ``feature_signal * mean[class] + N(0, I)`` of different widths, terms have none. Papers are labelled: with
-    their class with probability ``1 - label_noise``, and else with one of the other classes at random.
+    Nodes of every type have a class; classes have equal sizes. Each of the three kinds of edges (author *writes* paper,
+    paper *cites* paper, paper *mentions* term) has a homophily: the share of the edges that join two nodes of one
+    class. The others join nodes of two classes, all pairs of classes equally often. Within the classes, ends are drawn
+    in proportion to weights from a power law. No edge occurs twice, and no two papers cite each other. Each kind is
+    stored in both directions, the reverse ones as ``written_by``, ``cited_by`` and ``mentioned_in``. Papers and authors
+    have features ``feature_signal * mean[class] + N(0, I)`` of different widths, terms have none. Papers have labels:
+    the class with probability ``1 - label_noise``, else another class at random.
 
     **The best possible accuracy** (fact ``best_acc``) is derived as for :class:`~gtrain.data.planted.PlantedData`. A
     classifier that knows every parameter, the paper's own features and the true class of all its neighbours has
@@ -104,8 +104,8 @@ class PlantedHeteroData(PlantedSource[HeteroModel, PlantedHeteroConfig]):
 
     with ``w_r`` proportional to the homophily h_r for equal classes and to ``(1 - h_r) / (k - 1)`` for two different
     ones of k; label noise turns p into the label's posterior, whose largest value is right with that probability.
-    ``best_acc`` is the mean over papers: an upper bound, for a trained model has to infer the neighbours' classes. A
-    model that takes all relations for one loses what tells a good relation from a poor one.
+    ``best_acc`` is the mean over papers. It is an upper bound, because a trained model has to infer the neighbours'
+    classes. A model that does not distinguish relations cannot weigh them by their homophily.
 
     Its settings are those of :class:`~gtrain.data.config.PlantedHeteroConfig`.
     """

@@ -79,22 +79,23 @@ class KGModel(PlantedKGParameters):
 class PlantedKGData(PlantedSource[KGModel, PlantedKGConfig]):
     """Triples (head, relation, tail) that follow rules: entities have positions on a ring, and relations are shifts.
 
-    Each entity has one of ``num_positions`` positions, with as many entities at each. Relation r allows the triple
-    (h, r, t) where ``position[t] = position[h] + shift[r]``, modulo ``num_positions``; the shifts are different. Of the
-    triples that rules allow, ``(1 - noise) * num_triples`` are drawn without replacement, and of all others
-    ``noise * num_triples``. The triples are dealt to train, val and test at random. Shifts commute, so that models of
-    translation, rotation and complex diagonal form can express all of them; the inverse of a relation is that of
+    Each entity has one of ``num_positions`` positions; all positions have equally many entities. Relation r allows the
+    triple (h, r, t) if ``position[t] = position[h] + shift[r]``, modulo ``num_positions``; the shifts are distinct. Of
+    the allowed triples ``(1 - noise) * num_triples`` are drawn without replacement, and of all others
+    ``noise * num_triples``. The triples are divided among train, val and test at random. Shifts commute, so that models
+    with translations, rotations or complex diagonal operators can express all of them; a relation is the inverse of
     another only by chance.
 
-    **The best possible scores** (facts ``best_mrr``, ``best_hits@1``, ``best_hits@3``, ``best_hits@10``). Take a scorer
-    that knows positions, shifts and all triples but the one in question. To rank the tails of (h, r, ?) with all other
-    known tails filtered out, it puts the u + 1 allowed tails that are left first. All of them are equally likely, for
-    the triples were drawn evenly: no order among them is better than another. So an allowed triple has the rank
-    1 .. u + 1, each with probability 1 / (u + 1), and its expected reciprocal rank is ``H(u + 1) / (u + 1)``, H being
-    the harmonic numbers. Another triple comes after the u allowed ones that are no triples, at any place of the rest.
-    The same holds for heads. ``best_mrr`` is the mean over both sides of the test triples: exact for this graph, but
-    for the order of equals, by which the score on n ranks scatters (about ``0.4 / sqrt(n)``). The denser the allowed
-    triples are drawn, the closer it is to 1: it is 1 when all of them are there and ``noise`` is 0.
+    **The best possible scores** (facts ``best_mrr``, ``best_hits@1``, ``best_hits@3``, ``best_hits@10``) are those of a
+    scorer that knows the positions, the shifts, and all triples except the one to rank. Filtered ranking of the tails
+    of (h, r, ?) leaves out all other known tails; u + 1 allowed tails remain, the answer and u that are not in the
+    data. The scorer ranks these first. They are equally likely, because the triples are uniform draws, so no order
+    among them is better than another. The rank of an allowed triple is therefore uniform over 1 .. u + 1, and its
+    expected reciprocal rank is ``H(u + 1) / (u + 1)`` with the harmonic numbers H. A triple that is not allowed has a
+    uniform rank behind the u allowed tails that are not in the data. The same holds for heads. ``best_mrr`` is the mean
+    over both sides of the test triples. It is exact for this graph, except for the order of equally likely answers,
+    which changes the score on n ranks by about ``0.4 / sqrt(n)``. It is 1 if all allowed triples are drawn and
+    ``noise`` is 0.
 
     Its settings are those of :class:`~gtrain.data.config.PlantedKGConfig`.
     """

@@ -38,18 +38,18 @@ class SparseModel(PlantedSparseParameters):
 class PlantedSparseData(PlantedSource[SparseModel, PlantedSparseConfig]):
     """Rows of a wide sparse matrix with binary labels from a logistic model.
 
-    Each row has ``features_per_row`` different features. A feature of frequency rank r (from 1) is drawn in proportion
-    to ``r ** -zipf_exponent`` (Zipf's law); which feature has which rank is random, so that frequent ones are spread
+    Each row has ``features_per_row`` distinct features. The feature of frequency rank r (from 1) is drawn in proportion
+    to ``r ** -zipf_exponent`` (Zipf's law); ranks are assigned to features at random, so that frequent ones are spread
     over all ids. The value of a feature is 1, or standard normal with ``binary=false``. Weights are standard normal,
     scaled so that the logits ``x @ w`` of these rows have the standard deviation ``signal``; the bias is set so that
-    the mean probability of label 1 is ``positive_rate``. A row is labelled 1 with its own probability.
+    the mean probability of label 1 is ``positive_rate``. The label of a row is drawn with its probability.
 
     Rows are stored as graph nodes without edges, ``x`` as a CSR tensor.
 
     **The best possible scores.** With p the true probability of label 1: ``best_acc`` is the mean over rows of
     ``max(p, 1 - p)``; ``best_auc`` the expected area under the ROC curve of ranking by p, over all pairs of rows;
     ``best_log_loss`` the mean entropy of a label in nats. A trained model has to estimate ``num_features`` weights, and
-    comes near only with many rows for each feature. Scores on n test rows scatter by about ``sqrt(a (1 - a) / n)``.
+    comes near only with many rows for each feature. Scores on n test rows vary by about ``sqrt(a (1 - a) / n)``.
 
     Its settings are those of :class:`~gtrain.data.config.PlantedSparseConfig`.
     """

@@ -37,23 +37,23 @@ class TemporalModel(PlantedTemporalParameters):
 
 
 class PlantedTemporalData(PlantedSource[TemporalModel, PlantedTemporalConfig]):
-    """Events (source, target, time) whose target is, with a known probability, of the source's community of the time.
+    """Events (source, target, time) whose target is, with a known probability, in the source's community at that time.
 
-    Times are integers drawn evenly from ``0 .. time_span - 1``, in order. The source of an event is drawn in proportion
-    to an activity from a power law. With probability ``predictability`` the target is another node of the source's
-    community, each equally likely; else it is any other node. Communities are of equal size. At 50 times, spread evenly
-    over the span, random nodes exchange their places, so that in total each node moves ``drift`` times on average: what
-    was learned from old events goes stale.
+    Times are integers, uniform in ``0 .. time_span - 1`` and sorted. The source of an event is drawn in proportion to
+    an activity from a power law. With probability ``predictability`` the target is another node of the source's
+    community, all equally likely; else it is any other node. Communities have equal sizes. At 50 times, evenly spread
+    over the span, random nodes exchange their communities, so that each node moves ``drift`` times on average: models
+    of old events become inaccurate.
 
-    **The best possible AUC** (fact ``best_auc``) is that of telling the target of an event from another node drawn
-    evenly from all but the source. A scorer that knows the communities of the time ranks by the likelihood ratio of the
-    two, which depends on nothing but whether the node is in the source's community of s nodes:
+    **The best possible AUC** (fact ``best_auc``) is that of distinguishing the target of an event from a uniform draw
+    of all nodes except the source. A scorer that knows the current communities ranks by the likelihood ratio of the
+    two, which depends only on whether the node is in the source's community of s nodes:
     ``predictability * (n - 1) / (s - 1) + 1 - predictability`` if it is, and ``1 - predictability`` if not. No order
     is better (Neyman and Pearson 1933). With equal sizes the area is ``(1 + a - b) / 2``, where
-    ``b = (s - 1) / (n - 1)`` is the chance that another node is in the community, and
-    ``a = predictability + (1 - predictability) * b`` that the target is. It is the expected value over all events; on n
-    events the AUC scatters by about ``0.3 / sqrt(n)``. A trained model has to infer the communities, and those of the
-    future from those of the past, which drift hides from it: with ``drift=0`` it can come near.
+    ``b = (s - 1) / (n - 1)`` is the probability that another node is in the community, and
+    ``a = predictability + (1 - predictability) * b`` that the target is. This is the expected value over all events; on
+    n events the AUC varies by about ``0.3 / sqrt(n)``. A trained model has to infer the current communities from past
+    events, so that it can come near this value only with a small ``drift``.
 
     Its settings are those of :class:`~gtrain.data.config.PlantedTemporalConfig`.
     """

@@ -72,7 +72,7 @@ def read_file(file: Path) -> Triples:
 
 
 def read_archive(path: Path) -> dict[str, Triples]:
-    """Read the triples of each split in a tar archive, in whatever folder of the archive."""
+    """Read the triples of each split in a tar archive, in any folder of the archive."""
     known = {name + ending: split for split, names in SPLITS.items() for name in names for ending in ENDINGS}
     triples = {}
     hint = "copy or download the archive again, or unpack it and set data.path to the folder"

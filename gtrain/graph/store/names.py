@@ -86,7 +86,7 @@ class Names:
         return result
 
     def _equal(self, ids: Ints, offsets: Ints, data: Bytes, rows: Ints) -> NDArray[np.bool_]:
-        """Compare the name of each id with the string of the row beside it."""
+        """Return, for each id, whether its name equals the string in the corresponding row."""
         length = offsets[rows + 1] - offsets[rows]
         same = self._offsets[ids + 1] - self._offsets[ids] == length
         pairs = np.flatnonzero(same)

@@ -1,6 +1,6 @@
 """The kernels in plain torch, for tensors on other devices or of other dtypes, and the types of their arguments.
 
-Edges are taken in chunks, which bounds the messages in memory whatever the block.
+Edges are processed in chunks, so that the memory of their messages does not grow with the block.
 """
 
 from __future__ import annotations
