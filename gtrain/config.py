@@ -141,7 +141,7 @@ class ClusterConfig(Settings):
     kind: str = setting(
         "auto",
         "the launcher of the ranks, see [launchers](launchers.md): `auto`, `local` (gtrain's agent), `torchrun`, "
-        "`slurm` or `manual`",
+        "`slurm`, `manual` or `ray`",
     )
     rank: int | None = setting(
         None,
@@ -160,11 +160,13 @@ class ClusterConfig(Settings):
         False,
         "the network is private: a job of several machines uses no keys, and whoever reaches it can join",
     )
-    timeout_seconds: float = setting(300.0, "time limit of waiting for the others at the rendezvous", above=0)
+    timeout_seconds: float = setting(
+        300.0, "time limit of waiting for the others at the rendezvous, or for the resources of a Ray cluster", above=0
+    )
     max_restarts: int = setting(
         0,
         "times that the whole job restarts from its last checkpoint after a rank was killed or fell silent; with "
-        "`cluster=local`",
+        "`cluster=local` and `cluster=ray`",
         least=0,
     )
     standalone: list[str] = setting(
@@ -180,6 +182,44 @@ class ClusterConfig(Settings):
             )
         if self.rank is not None and self.rank < 0:
             raise ConfigError(f"cluster.rank={self.rank} was set; it must be 0 or more.", hint="ranks count from 0.")
+
+
+@dataclass
+class RayClusterConfig(ClusterConfig):
+    """Resources of the actors of a Ray job, and the cluster that provides them."""
+
+    address: str | None = setting(
+        None,
+        "address of the Ray cluster, as `host:6379`; null: `RAY_ADDRESS`, or a cluster that the command starts on its "
+        "machine and ends with the job",
+    )
+    placement: str = setting(
+        "SPREAD",
+        "nodes of the cluster that the machines of the job are on; a machine is a bundle of one placement group",
+        words={
+            "SPREAD": "different nodes as far as possible",
+            "STRICT_SPREAD": "different nodes",
+            "PACK": "as few nodes as possible",
+            "STRICT_PACK": "one node",
+        },
+    )
+    cpus_per_rank: float | None = setting(
+        None,
+        "CPUs that Ray reserves for each rank, which uses as many threads; null: it reserves one, and ranks share the "
+        "cores of their node evenly",
+        above=0,
+    )
+    cpus_per_server: float = setting(1.0, "CPUs that Ray reserves for each server", above=0)
+    gpus_per_rank: float | None = setting(
+        None, "GPUs that Ray reserves for each rank; null: 1 with `trainer.accelerator=gpu`, else 0", least=0
+    )
+    memory_per_rank: int | None = setting(None, "memory in bytes that Ray reserves for each rank", least=1)
+    memory_per_server: int | None = setting(None, "memory in bytes that Ray reserves for each server", least=1)
+    resources_per_rank: dict[str, float] = setting({}, "the cluster's own resources that each rank needs, by name")
+    resources_per_server: dict[str, float] = setting({}, "the cluster's own resources that each server needs, by name")
+    environment: list[str] = setting(
+        [], "names of environment variables of the command that ranks and servers need, besides those of gtrain"
+    )
 
 
 @dataclass
@@ -228,6 +268,7 @@ def register(*, sweep: bool = False) -> None:
     store.store(group="schema", name="job", node=OmegaConf.create(defaults(JobConfig)))
     store.store(group="schema/trainer", name="trainer", node=schema(TrainerConfig))
     store.store(group="schema/cluster", name="cluster", node=schema(ClusterConfig))
+    store.store(group="schema/cluster", name="ray", node=schema(RayClusterConfig))
     store.store(group="schema/paths", name="paths", node=schema(PathsConfig))
     data.register()
     usable = backends.usable()
@@ -369,7 +410,7 @@ def _check_keys(cfg: DictConfig) -> None:
     """
     known = {
         "": {*_top_keys(), *_shortcuts()},
-        "cluster": {*defaults(ClusterConfig)},
+        "cluster": {*defaults(RayClusterConfig if cfg.cluster.get("kind") == "ray" else ClusterConfig)},
         "paths": {*defaults(PathsConfig)},
     }
     source = OmegaConf.get_type(cfg.data)

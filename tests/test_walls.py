@@ -43,6 +43,7 @@ LIGHT = (
     "gtrain.launch.launchers.external",
     "gtrain.launch.launchers.local",
     "gtrain.launch.launchers.manual",
+    "gtrain.launch.launchers.ray",
     "gtrain.launch.launchers.slurm",
     "gtrain.launch.launchers.torchrun",
     "gtrain.launch.links",

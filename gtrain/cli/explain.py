@@ -34,7 +34,7 @@ def declared() -> dict[str, dict[str, type]]:
         "data": dict(SCHEMAS),
         "model": {name: _model(name, text) for name, text in files()["model"].items()},
         "trainer": {"": config.TrainerConfig},
-        "cluster": {"": config.ClusterConfig},
+        "cluster": {"": config.ClusterConfig, "ray": config.RayClusterConfig},
         "paths": {"": config.PathsConfig},
     }
 

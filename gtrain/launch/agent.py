@@ -22,7 +22,7 @@ from typing import Any
 from gtrain.errors import GtrainError, RankFailedError, SilentRankError
 from gtrain.launch import cuda, links
 from gtrain.launch.children import PRELOAD, Child, ProcessSpec
-from gtrain.launch.job import Job, process_specs, start
+from gtrain.launch.job import Job, process_specs
 from gtrain.launch.logs import log_path
 from gtrain.launch.slot import WORKER
 from gtrain.launch.sockets import listen_here
@@ -61,15 +61,24 @@ def run(job: Job, make_specs: Callable[[], Sequence[ProcessSpec]]) -> None:
         GtrainError, RankFailedError: see :func:`gtrain.run_local`.
     """
     preload()
+
+    def specs() -> Sequence[ProcessSpec]:
+        made = make_specs()
+        sys.modules[PRELOAD].place_kernels(None)
+        if len(made) > 1:
+            sys.modules[PRELOAD].share_compiler()
+        return made
+
+    supervise(job, specs)
+
+
+def supervise(job: Job, make_specs: Callable[[], Sequence[ProcessSpec]]) -> None:
+    """Start the processes of a job, watch them, and end them; see :func:`run`."""
     job.log_dir.mkdir(parents=True, exist_ok=True)
     with terminate_on_signals():
         try:
-            specs = make_specs()
-            sys.modules[PRELOAD].place_kernels(None)
-            if len(specs) > 1:
-                sys.modules[PRELOAD].share_compiler()
-            for spec in specs:
-                job.children.append(start(job, spec, 0))
+            for spec in make_specs():
+                job.children.append(job.start(spec, 0))
             failed = _watch(job)
         finally:
             _end(job)
@@ -119,6 +128,8 @@ def _watch(job: Job) -> bool:
                     return False  # the job has ended, or the rank that this agent's servers belong to
                 _handle_event(job, selector, key.data, key.fd)
             if deadline is None:
+                if job.is_over():
+                    break
                 _restart_dead(job, selector)
                 _continue_without(job, selector)
                 if _only_lost_remain(job):
@@ -179,7 +190,7 @@ def _restart_dead(job: Job, selector: selectors.BaseSelector) -> None:
         number, limit = child.restarts + 1, child.spec.restarts
         sentence = describe_end(child, job.size(child.slot.role))
         print(f"gtrain: {sentence}; restarting it ({number}/{limit})", file=sys.stderr, flush=True)
-        job.children[index] = start(job, child.spec, number, selector.fileno())  # type: ignore[attr-defined]
+        job.children[index] = job.start(child.spec, number, selector.fileno())  # type: ignore[attr-defined]
         _register(selector, job.children[index])
 
 

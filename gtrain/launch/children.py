@@ -153,7 +153,11 @@ class Child:
         if self.status is not None:
             return
         self.stopping = True
-        for kill in (os.killpg, os.kill):  # the group exists once the child has made it
+        self.deliver(number)
+
+    def deliver(self, number: int, *, group: bool = True) -> None:
+        """Send a signal to the process group, or to the process alone."""
+        for kill in (os.killpg, os.kill) if group else (os.kill,):  # the group exists once the child has made it
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self.pid, number)
                 return  # once: a second SIGTERM ends a server at once
@@ -167,11 +171,10 @@ class Child:
             return
         if silent:
             self.silent_seconds = seconds
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+            self.deliver(signal.SIGKILL)
         elif seconds >= self.next_stacks_seconds:
             self.next_stacks_seconds *= 10
-            os.kill(self.pid, STACKS_SIGNAL)
+            self.deliver(STACKS_SIGNAL, group=False)
 
     def close(self) -> None:
         """Close the descriptors."""

@@ -240,11 +240,16 @@ def serve(parent: dict[str, Any]) -> NoReturn:
     except BaseException:  # noqa: BLE001 - a defect: print its traceback
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
-            atexit._run_exitfuncs()  # removes a temporary folder of kernels
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)  # without finalising the imported modules
+        leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End a clean interpreter without finalising the imported modules."""
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()  # removes a temporary folder of kernels
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _serve(files: Sequence[int], commands: BinaryIO) -> None:

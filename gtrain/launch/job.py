@@ -56,6 +56,41 @@ class Job(JobBase):
         """Return the number of processes of a role in the whole job."""
         return self.world_size if role == WORKER else self.roster.counts.get(role, 1)
 
+    def is_over(self) -> bool:
+        """Whether to end the job although its processes run; the agent asks after each event, and every second."""
+        return False
+
+    def start(self, spec: ProcessSpec, restarts: int, *not_inherited: int) -> Child:
+        """Start a process.
+
+        Args:
+            spec: what the process runs.
+            restarts: how many processes of this slot came before.
+            not_inherited: further descriptors of the agent that the process closes, besides its siblings'.
+        """
+        store_fds = tuple(listener.descriptor for listener in self.store if listener.descriptor >= 0)
+        to_close = [fd for child in self.children if not child.closed for fd in (child.reports, child.pidfd)]
+        to_close += [listener.descriptor for listener in self.listeners if listener is not spec.listener]
+        to_close += [file for file in self.memories if file != spec.lasting_file]
+        if not spec.serves_store:
+            to_close += store_fds
+
+        def context(report_fd: int) -> JobContext:
+            return JobContext(
+                **vars(part(JobBase, self)),
+                slot=spec.slot,
+                store_fds=store_fds if spec.serves_store else (),
+                report_fd=report_fd,
+                store_server=STORE_SLOT.label if restarts_of(self.roles, WORKER) else "rank 0",
+                simulated=self.machine is None,
+                restarts=restarts,
+                descriptor=spec.listener.descriptor if spec.listener is not None else None,
+                address=spec.listener.address if spec.listener is not None else None,
+                lasting_file=spec.lasting_file,
+            )
+
+        return fork(spec, context, [*to_close, *not_inherited], restarts)
+
     @property
     def lasting(self) -> list[Child]:
         """The workers; the job ends when they have ended."""
@@ -109,39 +144,6 @@ def server_spec(job: Job, slot: Slot, plan: RolePlan) -> ProcessSpec:
     return ProcessSpec(
         slot, SERVER, task, plan.restarts, stop_seconds=plan.stop_seconds, listener=listener, lasting_file=lasting
     )
-
-
-def start(job: Job, spec: ProcessSpec, restarts: int, *not_inherited: int) -> Child:
-    """Start a process of a job.
-
-    Args:
-        job: the job.
-        spec: what the process runs.
-        restarts: how many processes of this slot came before.
-        not_inherited: further descriptors of the agent that the process closes, besides its siblings'.
-    """
-    store_fds = tuple(listener.descriptor for listener in job.store if listener.descriptor >= 0)
-    to_close = [fd for child in job.children if not child.closed for fd in (child.reports, child.pidfd)]
-    to_close += [listener.descriptor for listener in job.listeners if listener is not spec.listener]
-    to_close += [file for file in job.memories if file != spec.lasting_file]
-    if not spec.serves_store:
-        to_close += store_fds
-
-    def context(report_fd: int) -> JobContext:
-        return JobContext(
-            **vars(part(JobBase, job)),
-            slot=spec.slot,
-            store_fds=store_fds if spec.serves_store else (),
-            report_fd=report_fd,
-            store_server=STORE_SLOT.label if restarts_of(job.roles, WORKER) else "rank 0",
-            simulated=job.machine is None,
-            restarts=restarts,
-            descriptor=spec.listener.descriptor if spec.listener is not None else None,
-            address=spec.listener.address if spec.listener is not None else None,
-            lasting_file=spec.lasting_file,
-        )
-
-    return fork(spec, context, [*to_close, *not_inherited], restarts)
 
 
 # ---------------------------------------------------------------------------------------------- roles and machines

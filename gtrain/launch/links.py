@@ -90,7 +90,7 @@ def _connect(address: str, key_file: str | None, timeout_seconds: float) -> sock
         try:
             connection.settimeout(timeout_seconds)
             connection.connect(rest)
-            _check_user(connection, address)
+            check_user(connection, address)
             _expect_welcome(connection)
         except BaseException:
             connection.close()
@@ -221,7 +221,7 @@ class AuthenticatedListener:
         """Return the authenticated connection; None if the peer was redirected."""
         connection.settimeout(HANDSHAKE_SECONDS)
         if connection.family == socket.AF_UNIX:
-            _check_user(connection, self._name)
+            check_user(connection, self._name)
         else:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -253,7 +253,7 @@ class AuthenticatedListener:
                 slot.print_line(text)
 
 
-def _check_user(connection: socket.socket, name: str) -> None:
+def check_user(connection: socket.socket, name: str) -> None:
     """Refuse a Unix socket whose other end belongs to another user than this one or root."""
     _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if user not in (os.geteuid(), 0):

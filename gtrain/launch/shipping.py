@@ -126,6 +126,13 @@ def send_task(
                 cloudpickle.unregister_pickle_by_value(module)
 
 
+def dump_settings(settings: Mapping[str, Any]) -> bytes:
+    """Return settings for an agent on another machine, which reads them with :func:`receive_settings`."""
+    import cloudpickle
+
+    return bytes(cloudpickle.dumps(settings))
+
+
 def _code_of_file(file_name: str, make: Callable[..., types.CodeType], args: tuple[Any, ...]) -> types.CodeType:
     """Return the code object that cloudpickle makes, with the name of its source file."""
     return make(*args).replace(co_filename=file_name)

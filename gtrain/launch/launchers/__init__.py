@@ -18,17 +18,20 @@ from gtrain.errors import ConfigError
 from gtrain.launch.launchers.base import Launcher
 from gtrain.launch.launchers.local import Local
 from gtrain.launch.launchers.manual import Manual
+from gtrain.launch.launchers.ray import Ray
 from gtrain.launch.launchers.slurm import Slurm
 from gtrain.launch.launchers.torchrun import Torchrun
 
-LAUNCHERS: Mapping[str, Launcher] = {launcher.name: launcher for launcher in (Local(), Torchrun(), Slurm(), Manual())}
+LAUNCHERS: Mapping[str, Launcher] = {
+    launcher.name: launcher for launcher in (Local(), Torchrun(), Slurm(), Manual(), Ray())
+}
 """Launchers by name, in the order in which :func:`detect` tries them."""
 
 
 def options() -> dict[str, str]:
     """Return the YAML of each ``cluster=OPTION`` except ``auto``, with the class's docstring as its comment."""
-    schema = "defaults: [/schema/cluster/cluster@_here_, _self_]"
-    return {name: f"# {inspect.getdoc(each)}\n{schema}\nkind: {name}\n" for name, each in LAUNCHERS.items()}
+    text = "# {0}\ndefaults: [/schema/cluster/{1}@_here_, _self_]\nkind: {2}\n"
+    return {name: text.format(inspect.getdoc(each), each.schema, name) for name, each in LAUNCHERS.items()}
 
 
 def register() -> None:

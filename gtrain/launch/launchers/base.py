@@ -45,6 +45,7 @@ class Launcher(ABC):
 
     Attributes:
         name: the value of ``cluster.kind``.
+        schema: the dataclass of its settings, an option of Hydra's group ``schema/cluster``.
         starts_ranks: whether gtrain's agent starts the ranks; otherwise this process is a rank already.
         restarts_job: whether it restarts the whole job, ``cluster.max_restarts`` times.
         restart_hint: how to have the job restarted with a launcher that does not.
@@ -52,6 +53,7 @@ class Launcher(ABC):
     """
 
     name: ClassVar[str]
+    schema: ClassVar[str] = "cluster"
     starts_ranks: ClassVar[bool] = True
     restarts_job: ClassVar[bool] = False
     restart_hint: ClassVar[str] = "leave out cluster.max_restarts, or let gtrain start the ranks: cluster=local."

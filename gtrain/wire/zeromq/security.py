@@ -49,6 +49,10 @@ class Security:
         server, client = zmq.curve_keypair(), zmq.curve_keypair()
         return cls(server[0].decode(), server[1].decode(), client[0].decode(), client[1].decode())
 
+    def text(self) -> str:
+        """Return the content of a key file."""
+        return json.dumps({"format": _FORMAT, **asdict(self)})
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the keys to a file that only this user may read; an existing file is replaced.
 
@@ -61,7 +65,7 @@ class Security:
             # The mode is set at creation: at no time can another user read the file.
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w") as file:
-                json.dump({"format": _FORMAT, **asdict(self)}, file)
+                file.write(self.text())
             temporary.replace(target)
         except OSError as err:
             raise ConfigError(

@@ -16,7 +16,8 @@ from packaging.version import Version
 CONTENT = tomllib.loads((REPO / "pyproject.toml").read_text())
 PROJECT = CONTENT["project"]
 NEEDED = [Requirement(line) for line in PROJECT["dependencies"]]
-OPTIONAL = [Requirement(line) for extra in ("entities", "hdf5") for line in PROJECT["optional-dependencies"][extra]]
+EXTRAS = ("entities", "hdf5", "ray")
+OPTIONAL = [Requirement(line) for extra in EXTRAS for line in PROJECT["optional-dependencies"][extra]]
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 UNIX = {"sys_platform": "linux", "os_name": "posix", "platform_system": "Linux"}
 

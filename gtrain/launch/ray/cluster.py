@@ -1,0 +1,275 @@
+"""The cluster of a Ray job: connecting to it, and reserving resources for actors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import ray
+from omegaconf import DictConfig
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from gtrain.backends import RolePlan
+from gtrain.errors import ConfigError, RankFailedError
+from gtrain.launch.job import server_slots
+from gtrain.launch.ray.actors import MachineActor, SupervisorActor, actor
+from gtrain.launch.slot import WORKER
+
+_REPORT_SECONDS = 3.0
+_STOP_SECONDS = 10.0
+_CLUSTER_SECONDS = 30.0
+_LONGEST_FOLDER = 20
+"""Length of the temporary folder's path; Ray's sockets in it have paths of at most 107 bytes."""
+Resources = dict[str, float]
+
+
+# ---------------------------------------------------------------------------------------------------- connecting
+
+
+@contextlib.contextmanager
+def connected(cfg: DictConfig, needed: Sequence[Resources]) -> Iterator[None]:
+    """Connect to the Ray cluster that the configuration or ``RAY_ADDRESS`` names, or start one on this machine.
+
+    Args:
+        cfg: the composed configuration.
+        needed: the resources of each machine of the job; a cluster of its own has them.
+
+    Raises:
+        ConfigError: the cluster cannot be reached.
+    """
+    if ray.is_initialized():  # by a program that uses Ray itself
+        yield
+        return
+    address = cfg.cluster.address or os.environ.get("RAY_ADDRESS")
+    if address is not None and "://" in address:
+        raise ConfigError(
+            f"{address} was set as the address of the Ray cluster; it is that of a Ray client.",
+            hint="run the command on a node of the cluster, with the address of its head: HOST:6379, or auto.",
+        )
+    with contextlib.ExitStack() as stack:
+        if address is None:
+            address = stack.enter_context(_own_cluster(needed))
+        stack.callback(ray.shutdown)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"the Ray cluster at {address} cannot be used: {reason}",
+                hint="ray status shows the cluster that cluster.address= or RAY_ADDRESS names; if it has a token, set "
+                "RAY_AUTH_MODE=token. Without an address gtrain starts a cluster on this machine.",
+            ) from error
+        yield
+
+
+@contextlib.contextmanager
+def _own_cluster(needed: Sequence[Resources]) -> Iterator[str]:
+    """Provide the address of a cluster whose only node, this machine, has all that the job needs.
+
+    Raises:
+        RankFailedError: the cluster cannot be started.
+    """
+    total: Resources = {}
+    for resources in needed:
+        for name, amount in resources.items():
+            total[name] = total.get(name, 0.0) + amount
+    cores = max(len(os.sched_getaffinity(0)), math.ceil(total.pop("CPU", 0.0)))
+    named = {"num_gpus": total.pop("GPU", None), "_memory": total.pop("memory", None)}
+    options = {"num_cpus": cores, "resources": total} | {name: amount for name, amount in named.items() if amount}
+    options["folder"] = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_FOLDER else "/tmp"
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gtrain.launch.ray.own_cluster", json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            process_group=0,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            with process.stdin, process.stdout:
+                line = process.stdout.readline()
+                if not line:
+                    process.wait()
+                    errors.seek(0)
+                    lines = errors.read().strip().splitlines() or [f"its process ended with {process.returncode}"]
+                    raise RankFailedError(f"the Ray cluster of this machine cannot be started: {lines[-1]}")
+                yield str(json.loads(line))
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_CLUSTER_SECONDS)
+            process.kill()
+            process.wait()
+
+
+# ---------------------------------------------------------------------------------------------------- resources
+
+
+def resources_of(cfg: DictConfig, role: str) -> Resources:
+    """Return the resources of a process as Ray names them."""
+    cluster = cfg.cluster
+    if role != WORKER:
+        return _named(cluster.cpus_per_server, 0.0, cluster.memory_per_server, cluster.resources_per_server)
+    gpus = gpus_per_rank(cfg)
+    return _named(cluster.cpus_per_rank, gpus, cluster.memory_per_rank, cluster.resources_per_rank)
+
+
+def gpus_per_rank(cfg: DictConfig) -> float:
+    """Return the number of GPUs of a rank: one with ``trainer.accelerator=gpu``, unless the configuration names it."""
+    if cfg.cluster.gpus_per_rank is not None:
+        return float(cfg.cluster.gpus_per_rank)
+    return 1.0 if cfg.trainer.accelerator in ("gpu", "cuda") else 0.0
+
+
+def _named(cpus: float | None, gpus: float, memory: int | None, others: Mapping[str, float]) -> Resources:
+    named: Resources = {"CPU": 1.0 if cpus is None else float(cpus), "GPU": gpus, "memory": float(memory or 0)}
+    named |= {str(name): float(amount) for name, amount in others.items()}
+    return {name: amount for name, amount in named.items() if amount}
+
+
+def bundles_of(cfg: DictConfig, num_nodes: int, devices: int, plans: Sequence[RolePlan]) -> list[Resources]:
+    """Return the resources of each machine: those of its ranks and its servers."""
+    bundles: list[Resources] = []
+    for machine in range(num_nodes):
+        roles = [WORKER] * devices + [slot.role for slot, _ in server_slots(plans, num_nodes, machine)]
+        bundle: Resources = {}
+        for role in roles:
+            for name, amount in resources_of(cfg, role).items():
+                bundle[name] = bundle.get(name, 0.0) + amount
+        bundles.append(bundle)
+    return bundles
+
+
+# ---------------------------------------------------------------------------------------------------- actors
+
+
+class Placement:
+    """The placement group of a job and its actors, which end with it.
+
+    Args:
+        cfg: the composed configuration.
+        bundles: the resources of each machine.
+        attempt: how many times the job was started before.
+
+    Raises:
+        ConfigError: the cluster does not have the resources in time.
+    """
+
+    def __init__(self, cfg: DictConfig, bundles: Sequence[Resources], attempt: int) -> None:
+        self._cfg, self._attempt = cfg, attempt
+        self._group = placement_group(list(bundles), strategy=cfg.cluster.placement, name="gtrain")
+        self._actors: list[Any] = []
+        self.machines: list[Any] = []
+        """The actor of each machine."""
+        try:
+            self._await_resources(bundles)
+        except BaseException:
+            remove_placement_group(self._group)
+            raise
+
+    def __enter__(self) -> Placement:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all actors, and free the resources."""
+        with contextlib.suppress(RayError):
+            ends = [machine.stop.remote() for machine in self.machines]
+            if ends:
+                ray.wait(ends, num_returns=len(ends), timeout=_STOP_SECONDS)
+        for each in (*self._actors, *self.machines):
+            ray.kill(each, no_restart=True)
+        remove_placement_group(self._group)
+
+    def _await_resources(self, bundles: Sequence[Resources]) -> None:
+        deadline, report_time = time.monotonic() + self._cfg.cluster.timeout_seconds, _REPORT_SECONDS
+        while not self._group.wait(min(report_time, max(0.1, deadline - time.monotonic()))):
+            asked = ", ".join(f"{{{_shown(bundle)}}}" for bundle in bundles)
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"the Ray cluster did not provide {asked} within {self._cfg.cluster.timeout_seconds:g} s; it has "
+                    f"{{{_shown(ray.cluster_resources())}}}, of which {{{_shown(ray.available_resources())}}} are "
+                    "free.",
+                    hint="start fewer ranks, lower cluster.cpus_per_rank, wait until other jobs have ended, or raise "
+                    "cluster.timeout_seconds.",
+                )
+            if report_time == _REPORT_SECONDS:
+                print(f"gtrain: waiting for the Ray cluster to provide {asked}", file=sys.stderr, flush=True)
+            report_time = 30.0
+
+    def start_machines(self, environment: Mapping[str, str]) -> None:
+        """Start the actor of each machine."""
+        for machine, _ in enumerate(self._group.bundle_specs):
+            options = self._options({}, machine)
+            self.machines.append(
+                actor(MachineActor, name=self._name(f"machine {machine}"), **options).remote(environment)
+            )
+
+    def start_supervisor(self, label: str, role: str, machine: int, restarts: int, *, reserve: bool = True) -> Any:
+        """Start the actor of a process."""
+        options = self._options(resources_of(self._cfg, role) if reserve else {}, machine)
+        # with retries, Ray keeps calls of an actor that is being restarted, and does not refuse them
+        supervisor = actor(
+            SupervisorActor, name=self._name(label), max_restarts=restarts, max_task_retries=-1, **options
+        ).remote()
+        self._actors.append(supervisor)
+        return supervisor
+
+    def _name(self, label: str) -> str:
+        """Return an actor's name; that of an earlier attempt may still be in use."""
+        return f"{label} (start {self._attempt + 1})" if self._attempt else label
+
+    def _options(self, resources: Mapping[str, float], machine: int) -> dict[str, Any]:
+        others = dict(resources)
+        options: dict[str, Any] = {"num_cpus": others.pop("CPU", 0), "num_gpus": others.pop("GPU", 0)}
+        if memory := others.pop("memory", None):
+            options["memory"] = memory
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=machine)
+        return {**options, "resources": others, "scheduling_strategy": strategy}
+
+
+def draining_nodes() -> dict[str, int]:
+    """Return the ids of nodes that Ray drains, for example because they are preempted, and when they end.
+
+    The times are milliseconds of Unix time; 0: unknown. Ray has no public function for this.
+    """
+    try:
+        return dict(ray._private.state.state.get_draining_nodes())
+    except (AttributeError, RuntimeError, RayError):
+        return {}
+
+
+def call(reference: Any, what: str) -> Any:
+    """Return the value of a call of an actor.
+
+    Args:
+        reference: the call's object reference.
+        what: name of the actor in messages.
+
+    Raises:
+        RankFailedError: the actor failed.
+    """
+    try:
+        return ray.get(reference)
+    except RayError as error:
+        cause = getattr(error, "cause", None) or error
+        lines = str(cause).strip().splitlines()
+        raise RankFailedError(
+            f"{what} failed: {lines[-1] if lines else type(cause).__name__}.",
+            hint="Ray's logs of the node have more; gtrain must be installed on all nodes of the cluster.",
+            external=True,
+        ) from error
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}: {amount:g}" for name, amount in sorted(resources.items()) if ":" not in name)

@@ -1,0 +1,183 @@
+"""Run a job on a Ray cluster: the main function of the command with ``cluster=ray``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gtrain import __version__
+from gtrain.backends import RolePlan
+from gtrain.errors import RankFailedError, restored
+from gtrain.keys import ISOLATED
+from gtrain.launch import agent, shipping
+from gtrain.launch.children import ProcessSpec
+from gtrain.launch.job import STORE_SLOT, counts_of, restarts_of, server_slots, worker_slots
+from gtrain.launch.ray.cluster import Placement, bundles_of, call, connected, draining_nodes, gpus_per_rank
+from gtrain.launch.ray.driver import RayJob, specification
+from gtrain.launch.request import JobRequest
+from gtrain.launch.slot import WORKER, ServerRoster
+
+_PASSED_ON = ("GTRAIN_", "OMP_", "MKL_", "OPENBLAS_", "NUMBA_", "TORCH", "THP_", "PYTHON", "TMPDIR", "XDG_CACHE_HOME")
+"""Starts of the names of environment variables that ranks need from the command; others are those of the node."""
+
+
+def run(request: JobRequest, num_nodes: int, devices: int) -> Any:
+    """Run a job, and again from its last checkpoint after a failure, ``cluster.max_restarts`` times.
+
+    Args:
+        request: the job, with its configuration resolved.
+        num_nodes: machines of the job.
+        devices: ranks per machine.
+    """
+    plans = request.plans()
+    bundles = bundles_of(request.cfg, num_nodes, devices, plans)
+    key_file = request.key_file() if num_nodes > 1 else None
+    key = key_file if key_file in (None, ISOLATED) else Path(str(key_file)).read_text()
+    with connected(request.cfg, bundles), agent.terminate_on_signals():
+        return request.run_restarting(
+            lambda attempt: _Attempt(request, num_nodes, devices, plans, key, attempt).run(bundles)
+        )
+
+
+class _Attempt:
+    """One start of the whole job."""
+
+    def __init__(
+        self,
+        request: JobRequest,
+        num_nodes: int,
+        devices: int,
+        plans: Sequence[RolePlan],
+        key: str | None,
+        attempt: int,
+    ) -> None:
+        self._request, self._plans, self._key = request, plans, key
+        self._job = RayJob(
+            num_nodes,
+            devices,
+            request.log_dir,
+            attempt=attempt,
+            roles=plans,
+            roster=ServerRoster(counts_of(plans)),
+            draining=draining_nodes if request.cfg.verb == "train" else dict,
+        )
+
+    def run(self, bundles: Sequence[Mapping[str, float]]) -> Any:
+        job = self._job
+        with Placement(self._request.cfg, [dict(bundle) for bundle in bundles], job.attempt) as placement:
+            placement.start_machines(self._environment())
+            job.machines = placement.machines
+            self._start_supervisors(placement)
+            agent.supervise(job, self._set_up)
+            if job.leaves is not None:
+                raise RankFailedError(f"{job.leaves}.", external=True)
+            return job.value
+
+    def _start_supervisors(self, placement: Placement) -> None:
+        job, workers = self._job, restarts_of(self._plans, WORKER)
+        slots = [(slot, workers) for slot in worker_slots(job.num_nodes, job.devices, None)]
+        slots += [(slot, plan.restarts) for slot, plan in server_slots(self._plans, job.num_nodes, None)]
+        job.supervisors = {
+            slot.label: placement.start_supervisor(slot.label, slot.role, slot.node, restarts)
+            for slot, restarts in slots
+        }
+        if workers:
+            label = STORE_SLOT.label
+            job.supervisors[label] = placement.start_supervisor(label, STORE_SLOT.role, 0, 0, reserve=False)
+
+    def _set_up(self) -> list[ProcessSpec]:
+        """Prepare the agents of all machines, check the job there, and return its processes, servers first."""
+        job, specs, addresses = self._job, [], []
+        shared: dict[str, Any] = {"store": None, "key": self._key}
+        nodes = [call(machine.node.remote(), f"machine {number}") for number, machine in enumerate(job.machines)]
+        job.nodes = [node for _, node in nodes]
+        with _token(job.log_dir) as token:
+            for number, machine in enumerate(job.machines):
+                own = {"release": __version__, "machine": number, "host": nodes[number][0]}
+                reply = self._ask(machine.set_up.remote(self._settings(number, token), **own, **shared), number)
+                shared = {name: reply[name] for name in shared}
+                addresses.append(reply["address"])
+                specs += [specification(description) for description in reply["specs"]]
+        job.addresses = addresses
+        if job.attempt == 0:
+            self._ask(job.machines[0].preflight.remote(), 0)
+        return sorted(specs, key=lambda spec: (spec.terminates, spec.slot == STORE_SLOT))
+
+    def _ask(self, reference: Any, number: int) -> dict[str, Any]:
+        reply: dict[str, Any] = call(reference, f"machine {number}")
+        if "error" in reply:
+            raise restored(reply["error"])
+        return reply
+
+    def _settings(self, number: int, token: str) -> bytes:
+        """Return what the agent of a machine needs of the job, pickled."""
+        job, request = self._job, self._request
+        return shipping.dump_settings(
+            {
+                "job": {
+                    "num_nodes": job.num_nodes,
+                    "devices": job.devices,
+                    "log_dir": job.log_dir,
+                    "attempt": job.attempt,
+                    "roles": job.roles,
+                },
+                "config": request.cfg,
+                "choices": request.choices,
+                "overrides": list(request.overrides),
+                "token": token,
+                "environment": self._gpus(number),
+                "folder": os.getcwd(),
+                "modules": _modules(),
+                "argv": sys.argv,
+                "terminal": [_terminal_size(stream) for stream in (sys.stdout, sys.stderr)],
+            }
+        )
+
+    def _gpus(self, number: int) -> dict[str, str]:
+        """Return the variable that names the GPUs of a machine's ranks, in their order."""
+        job = self._job
+        if not gpus_per_rank(self._request.cfg):
+            return {"CUDA_VISIBLE_DEVICES": ""} if self._request.cfg.trainer.accelerator != "cpu" else {}
+        labels = [slot.label for slot in worker_slots(job.num_nodes, job.devices, number)]
+        calls = {label: job.supervisors[label].gpus.remote() for label in labels}
+        ids = [gpu for label, reference in calls.items() for gpu in call(reference, label)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(ids))}
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment variables of the command that its ranks need."""
+        named = tuple(self._request.cfg.cluster.environment)
+        passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON) or name in named}
+        cpus = self._request.cfg.cluster.cpus_per_rank
+        return {**({} if cpus is None else {"OMP_NUM_THREADS": str(max(1, int(cpus)))}), **passed_on}
+
+
+def _modules() -> list[str]:
+    """Return the folders of this process's ``sys.path`` that do not belong to its installation."""
+    installed = (sys.prefix, sys.base_prefix, sys.exec_prefix)
+    folders = [os.path.abspath(folder) for folder in sys.path if not folder.endswith(".zip")]
+    return [folder for folder in folders if not folder.startswith(installed) and os.path.isdir(folder)]
+
+
+@contextlib.contextmanager
+def _token(log_dir: Path) -> Iterator[str]:
+    """Provide the name of a file in the run's folder, by which a machine recognises that it sees the same folder."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    token = log_dir / f".gtrain-{secrets.token_hex(8)}"
+    token.touch()
+    try:
+        yield token.name
+    finally:
+        token.unlink(missing_ok=True)
+
+
+def _terminal_size(stream: Any) -> list[int] | None:
+    """Return columns and lines of a stream's terminal; None if it is not a terminal."""
+    try:
+        return list(os.get_terminal_size(stream.fileno()))
+    except (OSError, ValueError, AttributeError):
+        return None

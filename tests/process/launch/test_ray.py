@@ -1,0 +1,296 @@
+"""Jobs on a Ray cluster: one that the command starts, and one that exists. Results equal those of local jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import LIMIT, REPO, clean_environment, gtrain, has_logged, logs, ok, run, show, summary, until
+
+pytest.importorskip("ray")
+
+ASSETS = REPO / "tests" / "assets"
+SAR = ("strategy=sar", "trainer.num_nodes=2", "data.num_nodes=600", "data.num_edges=4000", "trainer.max_epochs=4")
+PS = (
+    "strategy=ps",
+    "trainer.num_nodes=2",
+    "data=planted_sparse",
+    "data.num_rows=600",
+    "data.num_features=200",
+    "data.features_per_row=6",
+    "data.batch_size=60",
+    "model=sparse",
+    "model.hidden_channels=8",
+    "trainer.precision=64-true",
+)
+"""Two workers and two servers, whose results do not depend on restarts."""
+
+
+def kill(rank: int, epoch: int) -> str:
+    target = f"_target_:gtrain.testing.faults.KillRank,rank:{rank},epoch:{epoch},record:dead"
+    return "+callbacks.kill={" + target + ",once:true}"
+
+
+def marked(mark: str) -> list[int]:
+    """Processes whose environment has a variable of this value: a command's, and those that it started."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"GTRAIN_MARK={mark}".encode() in path.read_bytes().split(b"\0"):
+                pids.append(int(path.parent.name))
+        except OSError:
+            continue
+    return pids
+
+
+def shared_memory() -> list[str]:
+    """Files of Ray's object stores."""
+    return sorted(path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("plasma", "ray")))
+
+
+class Cluster:
+    """A cluster in processes of its own."""
+
+    def __init__(self, folder: str, nodes: int) -> None:
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2}
+        self._process = subprocess.Popen(
+            [sys.executable, str(ASSETS / "ray_cluster.py"), folder, str(nodes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=clean_environment(token),
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self.address = self._process.stdout.readline().strip()
+        self.environment = {"RAY_ADDRESS": self.address, **token}
+
+    def actors(self, *action: str) -> list[str]:
+        """Kill actors by name, or drain the node of one; return the names of those that lived."""
+        done = ok(run([sys.executable, str(ASSETS / "ray_kill.py"), *action], cwd=ASSETS, env=self.environment))
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def end(self) -> None:
+        self._process.communicate(timeout=LIMIT)
+
+
+@contextlib.contextmanager
+def started(nodes: int) -> Iterator[Cluster]:
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        cluster = Cluster(folder, nodes)
+        assert cluster.address
+        try:
+            yield cluster
+        finally:
+            cluster.end()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with started(1) as cluster:
+        yield cluster
+
+
+class Running:
+    """A command that trains until it is told that it is enough."""
+
+    def __init__(self, folder: Path, *arguments: str, env: dict[str, str]) -> None:
+        self.folder, self.mark = folder, uuid.uuid4().hex
+        until_file = f"+callbacks.until={{_target_:train_until.TrainUntil,folder:{folder}/until}}"
+        command = [sys.executable, "-m", "gtrain", "cluster=ray", *arguments, until_file, "allow_targets=[train_until]"]
+        with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
+            self.process = subprocess.Popen(
+                [*command, "hydra.run.dir=run", "trainer.max_epochs=100000"],
+                cwd=folder,
+                env=clean_environment({**env, "GTRAIN_MARK": self.mark, "PYTHONPATH": str(ASSETS)}),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        try:
+            until(lambda: has_logged(folder / "run") or self.process.poll() is not None, folder)
+            assert self.process.poll() is None, self.errors()
+        except BaseException:
+            self.process.kill()
+            raise
+
+    def errors(self) -> str:
+        return (self.folder / "err").read_text()
+
+    def enough(self) -> None:
+        (self.folder / "until").mkdir(exist_ok=True)
+        (self.folder / "until" / "enough").touch()
+
+    def end(self) -> int:
+        try:
+            return self.process.wait(LIMIT)
+        finally:
+            self.process.kill()
+
+    def pid_of(self, name: str) -> int:
+        """The process that has a log open."""
+        for pid in marked(self.mark):
+            try:
+                for number in os.listdir(f"/proc/{pid}/fd"):
+                    if os.readlink(f"/proc/{pid}/fd/{number}").endswith(f"logs/{name}.log"):
+                        return pid
+            except OSError:
+                continue
+        raise AssertionError(f"no process has {name}.log open")
+
+
+def equal(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert len(mine["history"]) == len(theirs["history"]) > 0
+    for one, other in zip(mine["history"], theirs["history"], strict=True):
+        assert one["train/loss"] == pytest.approx(other["train/loss"], rel=1e-6)
+    assert mine["metrics"] == pytest.approx(theirs["metrics"], rel=1e-6)
+
+
+def like_local(folder: Path, *arguments: str) -> None:
+    """Hold that the run in ``run`` has the history and metrics of a local one of as many epochs."""
+    disturbed = summary(folder / "run")
+    ok(gtrain(*arguments, f"trainer.max_epochs={len(disturbed['history'])}", "hydra.run.dir=local", cwd=folder))
+    equal(disturbed, summary(folder / "local"))
+
+
+def test_a_cluster_of_its_own_trains_like_local_ranks_and_leaves_nothing(tmp_path: Path) -> None:
+    mark, memory = uuid.uuid4().hex, shared_memory()
+    with tempfile.TemporaryDirectory(prefix="r-") as temporary:  # its path is short, as Ray's sockets need it
+        environment = {"TMPDIR": temporary, "GTRAIN_MARK": mark}
+        done = ok(gtrain("cluster=ray", *SAR, "hydra.run.dir=run", cwd=tmp_path, env=environment))
+        until(lambda: not marked(mark), tmp_path)
+        assert os.listdir(temporary) == [] and shared_memory() == memory
+    like_local(tmp_path, *SAR)
+    assert "epoch 4/4" in done.stdout and "epoch 4/4" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert (tmp_path / "run" / "logs" / "rank-1.log").exists()
+
+
+def test_killed_actors_and_processes_of_servers_and_ranks_come_back(cluster: Cluster, tmp_path: Path) -> None:
+    job = Running(tmp_path, *PS, env=cluster.environment)
+    count = lambda: job.errors().count("restarting it")  # noqa: E731
+    try:
+        assert {"machine 0", "machine 1", "parameter 0", "parameter 1", "rank 0", "rank 1"} < {*cluster.actors()}
+        for number, name in enumerate(("parameter 0", "rank 1"), start=1):
+            cluster.actors(name)
+            until(lambda number=number: count() == number, tmp_path)
+        os.kill(job.pid_of("parameter-1"), signal.SIGKILL)
+        until(lambda: count() == 3, tmp_path)
+    finally:
+        job.enough()
+        code = job.end()
+    assert code == 0, job.errors() + logs(tmp_path)
+    assert "parameter 0 of 2 (machine 0) was killed by SIGKILL; restarting it (1/3)" in job.errors()
+    until(lambda: not marked(job.mark) and not cluster.actors(), tmp_path)
+    like_local(tmp_path, *PS)
+
+
+@pytest.mark.slow
+def test_ten_kills_of_actors(cluster: Cluster, tmp_path: Path) -> None:
+    job = Running(tmp_path, *PS, "strategy.max_restarts=10", env=cluster.environment)
+    try:
+        for number in range(10):
+            cluster.actors(("parameter 0", "rank 0", "parameter 1", "rank 1")[number % 4])
+            until(lambda number=number: job.errors().count("restarting it") == number + 1, tmp_path)
+    finally:
+        job.enough()
+        code = job.end()
+    assert code == 0, job.errors() + logs(tmp_path)
+    like_local(tmp_path, *PS, "strategy.max_restarts=10")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("embedded", [True, False])
+def test_the_death_of_the_command_leaves_no_process(embedded: bool, cluster: Cluster, tmp_path: Path) -> None:
+    memory = shared_memory()
+    job = Running(tmp_path, *PS, env={} if embedded else cluster.environment)
+    assert len(marked(job.mark)) > 4
+    job.process.kill()
+    assert job.end() == -signal.SIGKILL
+    until(lambda: not marked(job.mark), tmp_path)
+    until(lambda: not cluster.actors(), tmp_path)
+    assert shared_memory() == memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("embedded", [True, False])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_end_a_job_as_they_end_a_local_one(
+    number: int, code: int, embedded: bool, cluster: Cluster, tmp_path: Path
+) -> None:
+    job = Running(tmp_path, *SAR, env={} if embedded else cluster.environment)
+    os.killpg(job.process.pid, number)
+    assert job.end() == code
+    assert "to resume after epoch" in job.errors() and "Traceback" not in job.errors(), job.errors()
+    until(lambda: not marked(job.mark), tmp_path)
+
+
+@pytest.mark.slow
+def test_the_first_cause_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    command = ("cluster=ray", *SAR, "hydra.run.dir=run")
+    done = gtrain(*command, kill(1, 2), cwd=tmp_path, env=cluster.environment)
+    assert done.returncode == 1 and "gtrain: rank 1 of 2 (machine 1) was killed by SIGKILL." in done.stderr, show(done)
+    assert f"the rank's log is {tmp_path}/run/logs/rank-1.log" in done.stderr
+    done = gtrain(*command, "model.optimizer.lr=1e30", cwd=tmp_path, env=cluster.environment)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, show(done)
+
+
+@pytest.mark.slow
+def test_a_job_restarts_from_its_last_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    """After the death of a rank, and after the death of a machine's actor, which ends all processes of the machine."""
+    command = ("cluster=ray", *SAR, kill(1, 2), "cluster.max_restarts=1", "hydra.run.dir=run")
+    done = ok(gtrain(*command, cwd=tmp_path, env=cluster.environment))
+    assert "was killed by SIGKILL; restarting the job from its last checkpoint (1/1)" in done.stderr, show(done)
+    like_local(tmp_path, *SAR)
+
+
+@pytest.mark.slow
+def test_a_lost_machine_restarts_the_job(cluster: Cluster, tmp_path: Path) -> None:
+    job = Running(tmp_path, *PS, "cluster.max_restarts=1", env=cluster.environment)
+    try:
+        cluster.actors("machine 1")
+        until(lambda: "restarting the job from" in job.errors(), tmp_path)
+    finally:
+        job.enough()
+        code = job.end()
+    assert code == 0, job.errors() + logs(tmp_path)
+    like_local(tmp_path, *PS)
+
+
+@pytest.mark.slow
+def test_a_job_saves_and_leaves_a_node_that_is_drained(tmp_path: Path) -> None:
+    """It goes on from its checkpoint on the other node; Ray puts no actors on a node that it drains."""
+    with started(2) as cluster:
+        job = Running(tmp_path, *SAR[:-1], "cluster.max_restarts=1", env=cluster.environment)
+        try:
+            cluster.actors("drain", "machine 1")
+            until(lambda: "restarting the job from" in job.errors() or job.process.poll() is not None, tmp_path)
+        finally:
+            job.enough()
+            code = job.end()
+    assert code == 0, job.errors() + logs(tmp_path)
+    assert "gtrain: Ray drains the node of machine 1; the job leaves it after the next checkpoint" in job.errors()
+    assert "Ray drained the node of machine 1; restarting the job from its last checkpoint (1/1)" in job.errors()
+    like_local(tmp_path, *SAR)
+
+
+@pytest.mark.slow
+def test_resources_that_the_cluster_lacks(cluster: Cluster, tmp_path: Path) -> None:
+    arguments = ("cluster=ray", *SAR, "cluster.cpus_per_rank=100", "cluster.timeout_seconds=1")
+    done = gtrain(*arguments, cwd=tmp_path, env=cluster.environment)
+    assert done.returncode == 1 and "did not provide {CPU: 100}, {CPU: 100} within 1 s; it has {CPU: 8" in done.stderr
+    arguments = ("cluster=ray", *SAR, "cluster.address=ray://localhost:10001")
+    done = gtrain(*arguments, cwd=tmp_path)
+    assert done.returncode == 1 and "it is that of a Ray client" in done.stderr
+    done = gtrain("cluster=ray", *SAR, "model.nosuch=1", cwd=tmp_path, env=cluster.environment)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, show(done)

@@ -1,0 +1,117 @@
+"""Parts of Ray jobs that need no cluster: resources, messages, folders, and when a job leaves a node."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from gtrain.backends import RolePlan
+from gtrain.config import RayClusterConfig
+from gtrain.errors import ConfigError
+from gtrain.launch.ray.channel import Channel, encode
+from gtrain.launch.ray.machine import enter_folder
+from gtrain.settings import schema
+
+pytest.importorskip("ray")
+
+
+def configuration(accelerator: str = "cpu", **settings: Any) -> Any:
+    cluster = OmegaConf.merge(schema(RayClusterConfig), settings)
+    return OmegaConf.create({"cluster": cluster, "trainer": {"accelerator": accelerator}})
+
+
+def test_the_bundle_of_a_machine_has_the_resources_of_its_ranks_and_servers() -> None:
+    from gtrain.launch.ray.cluster import bundles_of
+
+    servers = (RolePlan("parameter", "a:b", 3), RolePlan("worker", restarts=2))
+    assert bundles_of(configuration(), 2, 2, servers) == [{"CPU": 2 + 2}, {"CPU": 2 + 1}]
+    settings = {"cpus_per_rank": 4, "cpus_per_server": 0.5, "memory_per_rank": 100, "resources_per_server": {"disk": 2}}
+    expected = {"CPU": 2 * 4 + 2 * 0.5, "GPU": 2, "memory": 200, "disk": 4}
+    assert bundles_of(configuration("gpu", **settings), 2, 2, servers)[0] == expected
+    assert bundles_of(configuration("gpu", gpus_per_rank=0), 1, 1, ()) == [{"CPU": 1}]
+
+
+def test_a_channel_never_blocks_and_loses_nothing() -> None:
+    """The other end reads nothing until more than a socket's buffer has been sent."""
+    mine, theirs = socket.socketpair()
+    received: list[dict[str, Any]] = []
+    closed: list[Channel] = []
+    with selectors.DefaultSelector() as selector, theirs:
+        channel = Channel(mine, selector, lambda _, message: received.append(message), closed.append)
+        for number in range(1000):
+            channel.send(number=number, text="x" * 10_000)
+        channel.finish()
+        theirs.sendall(encode({"signal": 15}))
+        theirs.setblocking(False)
+        data = b""
+        while True:
+            for key, events in selector.select(0):
+                key.data(events)
+            try:
+                piece = theirs.recv(1 << 20)
+            except BlockingIOError:
+                continue
+            if not piece:
+                break
+            data += piece
+        assert [json.loads(line)["number"] for line in data.splitlines()] == list(range(1000))
+        assert received == [{"signal": 15}] and closed == [] and not selector.get_map()
+
+
+def test_the_end_of_a_connection_is_reported_once() -> None:
+    mine, theirs = socket.socketpair()
+    closed: list[Channel] = []
+    with selectors.DefaultSelector() as selector:
+        channel = Channel(mine, selector, lambda *_: None, closed.append)
+        theirs.close()
+        channel.send(late=True)
+        for _ in range(2):
+            channel.handle(selectors.EVENT_READ)
+    assert closed == [channel]
+
+
+def test_a_machine_that_does_not_see_the_folder_of_the_run_refuses_the_job(tmp_path: Path) -> None:
+    settings = {"job": {"log_dir": tmp_path / "run" / "logs"}, "token": "token", "folder": str(tmp_path), "modules": []}
+    with pytest.raises(ConfigError, match=r"machine 1 \(host\) does not see the run's folder .*run\.\n") as refused:
+        enter_folder(settings, "machine 1 (host)")
+    assert "paths.runs=" in str(refused.value)
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "token").touch()
+    before = os.getcwd()
+    try:
+        enter_folder(settings, "machine 1 (host)")
+        assert Path.cwd() == tmp_path
+    finally:
+        os.chdir(before)
+
+
+def test_a_job_leaves_a_node_after_the_next_checkpoint_or_shortly_before_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gtrain.launch.ray import driver
+
+    monkeypatch.setattr(driver, "_POLL_SECONDS", 0.0)
+    deadlines: dict[str, int] = {"other": 0}
+    job = driver.RayJob(2, 1, tmp_path / "logs", nodes=["first", "second"], draining=lambda: deadlines)
+    manifest = tmp_path / "checkpoints" / "last.ckpt" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text(json.dumps({"epoch": 4}))
+    assert not job.is_over() and capsys.readouterr().err == ""
+    deadlines["second"] = 0
+    assert not job.is_over() and not job.is_over()
+    assert capsys.readouterr().err.count("Ray drains the node of machine 1; the job leaves it after the next") == 1
+    deadlines["second"] = int((time.time() + 3600) * 1000)
+    assert not job.is_over()
+    manifest.write_text(json.dumps({"epoch": 5}))
+    assert job.is_over() and job.leaves == "Ray drained the node of machine 1"
+    hurried = driver.RayJob(2, 1, tmp_path / "logs", nodes=["first", "second"], draining=lambda: deadlines)
+    deadlines["second"] = int((time.time() + 5) * 1000)
+    assert hurried.is_over()
