@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from gtrain.errors import ConfigError, PeerLostError
 from gtrain.keys import secret_of
 from gtrain.launch import slot
+from gtrain.launch.sockets import limit_retransmission
 
 HANDSHAKE_SECONDS = 10.0
 """How long a peer may take to authenticate."""
@@ -100,8 +101,7 @@ def _connect(address: str, key_file: str | None, timeout_seconds: float) -> sock
     host, _, port = rest.rpartition(":")
     connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_seconds)
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        _set_options(connection)
         if key_file is not None:
             connection = _contexts(key_file)[1].wrap_socket(connection)
             _expect_welcome(connection)
@@ -119,6 +119,13 @@ def _connect(address: str, key_file: str | None, timeout_seconds: float) -> sock
             hint="set cluster.key_file, if the job has one, and use another rendezvous for each job.",
         )
     return _connect(pointer, None, timeout_seconds)
+
+
+def _set_options(connection: socket.socket) -> None:
+    """Set the options of a TCP connection."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    limit_retransmission(connection)
 
 
 def _receive(connection: socket.socket, most: int) -> bytes:
@@ -223,8 +230,7 @@ class AuthenticatedListener:
         if connection.family == socket.AF_UNIX:
             check_user(connection, self._name)
         else:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _set_options(connection)
             if self._key_file is None:
                 connection.sendall(_POINTER + (self._redirect or "").encode() + b"\n")
                 return None

@@ -13,6 +13,8 @@ import tempfile
 from dataclasses import dataclass
 
 _QUEUE = 1024
+_TCP_RTO_MAX_MS = 44  # linux/tcp.h; Python has no name for it
+_RETRANSMIT_MILLISECONDS = 5000
 _ANYWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): reached by the default route
 
 
@@ -71,6 +73,7 @@ def listen_tcp(host: str, port: int = 0) -> Listener:
     listener = socket.socket(family, socket_type, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of a job that has just ended
+        limit_retransmission(listener)  # accepted connections inherit it
         listener.bind(address)
         listener.listen(_QUEUE)
     except OSError:
@@ -78,6 +81,16 @@ def listen_tcp(host: str, port: int = 0) -> Listener:
         raise
     name, number = listener.getsockname()[:2]
     return Listener(listener, f"tcp://[{name}]:{number}" if ":" in name else f"tcp://{name}:{number}")
+
+
+def limit_retransmission(connection: socket.socket) -> None:
+    """Have the kernel send unacknowledged data again every five seconds at least.
+
+    It doubles the time between its attempts, up to two minutes: after an outage of a minute, a link that is up again
+    would stay idle for most of another one. Linux has this option since 6.15; older kernels keep their limit.
+    """
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RETRANSMIT_MILLISECONDS)
 
 
 def own_address(host: str, port: int) -> str:

@@ -68,7 +68,7 @@ class ZmqLink(Link):
         }
         if address.startswith("tcp://"):
             # A machine that vanished closes no connection.
-            options |= {zmq.HEARTBEAT_IVL: 10_000, zmq.HEARTBEAT_TIMEOUT: 60_000}
+            options |= {zmq.HEARTBEAT_IVL: 5_000, zmq.HEARTBEAT_TIMEOUT: 60_000}
         for option, value in options.items():
             self._socket.setsockopt(option, value)
         if security is not None:

@@ -20,6 +20,11 @@ from gtrain.wire.transport import KERNEL_BUFFER, Frames
 SLICE_MICROSECONDS = 100
 COPIED_BYTES = 512 << 10
 """A smaller frame is copied: without a copy, pyzmq wakes a thread when zmq releases the frame's memory."""
+UNACKNOWLEDGED_MILLISECONDS = 15_000
+"""A connection whose data the other kernel has not acknowledged for this long is replaced by a new one.
+
+The old one would stay idle after an outage: the kernel doubles the time between its attempts to send. A stopped process
+keeps its connections, because its kernel acknowledges."""
 MECHANISM_MISMATCH = 0x11000002
 """ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: one side uses keys, the other does not."""
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine())  # number of the system call
@@ -84,6 +89,7 @@ def configure(sock: zmq.Socket[Any], limits: Limits, address: str) -> None:
         # No buffer sizes: a fixed size would disable TCP's auto-tuning, and be smaller.
         keepalive = {zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
         options |= {zmq.IPV6: int("[" in address), zmq.TCP_KEEPALIVE: 1, **keepalive}
+        options[zmq.TCP_MAXRT] = UNACKNOWLEDGED_MILLISECONDS
     for option, value in options.items():
         sock.setsockopt(option, value)
 

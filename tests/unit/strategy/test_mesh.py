@@ -20,7 +20,7 @@ from helpers import LIMIT
 
 from gtrain.errors import PeerLostError, SilentRankError
 from gtrain.keys import ISOLATED
-from gtrain.launch import environment, job_store, key_value, links
+from gtrain.launch import environment, job_store, key_value, links, sockets
 from gtrain.launch.environment import WaitReport
 from gtrain.launch.job_store import JobNetwork
 from gtrain.launch.key_value import KeyValueServer, KeyValueStore, await_end
@@ -251,6 +251,21 @@ def test_who_lacks_the_key_is_refused_at_once_on_both_sides(
         assert not entered
         links.connect(listener.address, key_file, LIMIT).close()
     assert capfd.readouterr().err.count("the test refused a connection from 127.0.0.1: it lacks the job's key") == 1
+
+
+def test_the_time_between_attempts_to_send_again_is_limited(key_file: str) -> None:
+    """At both ends of a connection, where the kernel has such a limit."""
+    listener = listen_tcp(LOOPBACK)
+    try:
+        listener.socket.getsockopt(socket.IPPROTO_TCP, sockets._TCP_RTO_MAX_MS)
+    except OSError:
+        listener.close()
+        pytest.skip("Linux limits the time between retransmissions since 6.15")
+    with door(listener, key_file) as entered, links.connect(listener.address, key_file, LIMIT) as line:
+        while not entered:
+            time.sleep(0.001)
+        limits = [end.getsockopt(socket.IPPROTO_TCP, sockets._TCP_RTO_MAX_MS) for end in (line, entered[0])]
+    assert limits == [5000, 5000]
 
 
 def test_a_process_with_a_key_does_not_speak_to_one_without(key_file: str) -> None:
