@@ -86,7 +86,10 @@ def identity(config: dict[str, Any]) -> str:
 def register(runs: Path, run_dir: Path, config: dict[str, Any]) -> None:
     """Record a run that is about to train: its digest in the run's folder, its path in the index."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / RUN).write_text(json.dumps({"identity": identity(config), "gtrain": __version__}) + "\n")
+    # Replaced as a whole: another rank that resumes this run may be reading it.
+    part = run_dir / f"{RUN}.part"
+    part.write_text(json.dumps({"identity": identity(config), "gtrain": __version__}) + "\n")
+    part.replace(run_dir / RUN)
     runs.mkdir(parents=True, exist_ok=True)
     line = os.path.relpath(run_dir, runs) if run_dir.is_relative_to(runs) else str(run_dir)
     # One short append, which concurrent jobs do not interleave.

@@ -21,6 +21,7 @@ from gtrain.model.classification import NodeClassifier
 from gtrain.model.decoders import make_decoder
 from gtrain.model.link_predictor import LinkPredictor
 from gtrain.model.networks import sage
+from gtrain.run import runs
 from gtrain.run.runs import how_to_resume
 from gtrain_single.strategy import SingleStrategy
 
@@ -144,3 +145,16 @@ def test_how_to_resume(tmp_path: Path) -> None:
         assert (
             how_to_resume(tmp_path) == f"to resume after epoch {epoch + 1}, run the same command with ckpt_path={name}"
         )
+
+
+def test_the_record_of_a_run_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """Rank 0 of a resumed run replaces it while other ranks read it to find their checkpoint."""
+    run = tmp_path / "run"
+    config = {"data": {"seed": 0}, "model": {}, "strategy": {}}
+    runs.register(tmp_path, run, config)
+    with open(run / runs.RUN) as record:
+        first = record.read()
+        runs.register(tmp_path, run, config | {"data": {"seed": 1}})
+        record.seek(0)
+        assert record.read() == first != (run / runs.RUN).read_text()
+    assert [path.name for path in run.iterdir()] == [runs.RUN]
