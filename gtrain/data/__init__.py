@@ -23,7 +23,6 @@ _HOME = {
     "PlantedSparseData": "planted.sparse",
     "EntitiesData": "sources.entities",
     "HeCoData": "sources.heco",
-    "ArraysData": "sources.arrays",
     "TemporalData": "sources.temporal",
     "BigGraphData": "sources.biggraph",
     "PyGPartitionData": "sources.pyg_partition",

@@ -559,14 +559,6 @@ class HeCoConfig(DataConfig):
 
 
 @dataclass
-class ArraysConfig(DataConfig):
-    """A graph from one `.npz` file."""
-
-    _target_: str = "gtrain.data.sources.arrays.ArraysData"
-    path: str = setting(MISSING, "the file")
-
-
-@dataclass
 class TemporalConfig(LinkConfig):
     """Events with times from a text file, `source target time` on each line."""
 
@@ -732,7 +724,6 @@ SCHEMAS: dict[str, type[DataConfig]] = {
     "planted_sparse": PlantedSparseConfig,
     "entities": EntitiesConfig,
     "heco": HeCoConfig,
-    "arrays": ArraysConfig,
     "temporal": TemporalConfig,
     "biggraph": BigGraphConfig,
     "pyg_partition": PyGPartitionConfig,
