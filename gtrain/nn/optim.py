@@ -114,17 +114,6 @@ class RowwiseAdagrad(Adagrad):
     rule = rules.ROWWISE_ADAGRAD
 
 
-class RMSprop(RowOptimizer):
-    """RMSprop without momentum."""
-
-    rule = rules.RMSPROP
-
-    def __init__(
-        self, params: Parameters, lr: float = 0.01, alpha: float = 0.99, eps: float = 1e-8, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(params, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay)
-
-
 class LazyAdam(RowOptimizer):
     """Adam whose moments change only in steps in which the row has a gradient; steps are counted per row.
 

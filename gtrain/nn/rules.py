@@ -124,15 +124,8 @@ def _lazy_adam(rows: Tensor, state: State, gradients: Tensor, settings: Settings
     return rows - scale[:, None] * mean / root, {"step": step, "mean": mean, "square": square}
 
 
-def _rmsprop(rows: Tensor, state: State, gradients: Tensor, settings: Settings) -> tuple[Tensor, State]:
-    g, alpha = _decayed(rows, gradients, settings), settings["alpha"]
-    square = (state["square"] * alpha).addcmul_(g, g, value=1 - alpha)
-    return rows.addcdiv(g, square.sqrt().add_(settings["eps"]), value=-settings["lr"]), {"square": square}
-
-
 SGD = Rule("sgd", {}, _sgd)
 ADAGRAD = Rule("adagrad", {"sum": True}, _adagrad)
 ROWWISE_ADAGRAD = Rule("rowwise_adagrad", {"sum": False}, _rowwise_adagrad)
 LAZY_ADAM = Rule("lazy_adam", {"step": False, "mean": True, "square": True}, _lazy_adam)
-RMSPROP = Rule("rmsprop", {"square": True}, _rmsprop)
-RULES = {rule.name: rule for rule in (SGD, ADAGRAD, ROWWISE_ADAGRAD, LAZY_ADAM, RMSPROP)}
+RULES = {rule.name: rule for rule in (SGD, ADAGRAD, ROWWISE_ADAGRAD, LAZY_ADAM)}

@@ -44,15 +44,6 @@ class RowwiseAdagrad(NamedTuple):
     eps: float
 
 
-class RMSprop(NamedTuple):
-    """RMSprop: ``v = a v + (1 - a) g^2; w -= lr * g / (sqrt(v) + eps)``; state: v ``[n, d]``."""
-
-    lr: float
-    weight_decay: float
-    eps: float
-    alpha: float
-
-
 class LazyAdam(NamedTuple):
     """Adam (Kingma and Ba, 2015, algorithm 1) on the rows of a step, with a count of updates t per row.
 
@@ -130,17 +121,6 @@ def _rowwise_adagrad(rule: Any, width: int, row: int, norm: Any, state: Any, lik
     return number(rule.lr) / (np.sqrt(s) + number(rule.eps))
 
 
-def _rmsprop(rule: Any, width: int, row: int, total: Any, table: Any, state: Any) -> None:
-    number, (squares,) = table.dtype.type, state
-    lr, wd, eps = number(rule.lr), number(rule.weight_decay), number(rule.eps)
-    keep, rest = number(rule.alpha), number(1.0 - rule.alpha)
-    for column in range(width):
-        g = total[column] + wd * table[row, column]
-        square = keep * squares[row, column] + rest * g * g
-        squares[row, column] = square
-        table[row, column] -= lr * g / (np.sqrt(square) + eps)
-
-
 def _lazy_adam(rule: Any, width: int, row: int, total: Any, table: Any, state: Any) -> None:
     number, (times, means, squares) = table.dtype.type, state
     lr, wd, eps = number(rule.lr), number(rule.weight_decay), number(rule.eps)
@@ -158,9 +138,9 @@ def _lazy_adam(rule: Any, width: int, row: int, total: Any, table: Any, state: A
         table[row, column] -= scale * mean / (np.sqrt(square / correction) + eps)
 
 
-CHANGES: Mapping[type, Callable[..., None]] = {Sgd: _sgd, Adagrad: _adagrad, LazyAdam: _lazy_adam, RMSprop: _rmsprop}
+CHANGES: Mapping[type, Callable[..., None]] = {Sgd: _sgd, Adagrad: _adagrad, LazyAdam: _lazy_adam}
 FACTORS: Mapping[type, Callable[..., Any]] = {RowwiseAdagrad: _rowwise_adagrad}
-RULES: Mapping[str, Any] = {"sgd": Sgd, "adagrad": Adagrad, "rowwise_adagrad": RowwiseAdagrad, "lazy_adam": LazyAdam, "rmsprop": RMSprop}
+RULES: Mapping[str, Any] = {"sgd": Sgd, "adagrad": Adagrad, "rowwise_adagrad": RowwiseAdagrad, "lazy_adam": LazyAdam}
 """Rules by their names in :data:`gtrain.nn.rules.RULES`."""
 
 

@@ -29,7 +29,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adagrad": {"lr": 0.1, "weight_decay": 0.01, "eps": 1e-10, "initial_accumulator": 0.1},
     "rowwise_adagrad": {"lr": 0.1, "weight_decay": 0.01, "eps": 1e-10, "initial_accumulator": 0.0},
     "lazy_adam": {"lr": 0.1, "weight_decay": 0.01, "eps": 1e-8, "betas": [0.9, 0.99]},
-    "rmsprop": {"lr": 0.01, "weight_decay": 0.01, "eps": 1e-8, "alpha": 0.9},
 }
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
 
