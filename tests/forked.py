@@ -72,6 +72,8 @@ def command(folder: Path) -> Path:
 _COMMAND = """#!{python} -I
 import json, os, shutil, signal, socket, sys, tempfile
 
+if "PMI_RANK" in os.environ:  # ranks of MPICH recognise their job by their parent process
+    os.execv({python!r}, [{python!r}, "-m", "gtrain", *sys.argv[1:]])
 with tempfile.TemporaryDirectory() as folder:
     order = {{"args": ["-m", "gtrain", *sys.argv[1:]], "cwd": os.getcwd(), "env": dict(os.environ), "folder": folder}}
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -43,6 +43,7 @@ LIGHT = (
     "gtrain.launch.launchers.external",
     "gtrain.launch.launchers.local",
     "gtrain.launch.launchers.manual",
+    "gtrain.launch.launchers.mpi",
     "gtrain.launch.launchers.ray",
     "gtrain.launch.launchers.slurm",
     "gtrain.launch.launchers.torchrun",
@@ -74,6 +75,7 @@ LATE = {
         "cryptography.hazmat.primitives.asymmetric.ed25519",
     },
     "gtrain.launch.launchers.base": {"lightning.fabric.plugins.environments"},
+    "gtrain.launch.launchers.mpi": {"gtrain.launch.key_value", "gtrain.launch.rank_environment"},
     "gtrain.launch.launchers.slurm": {"lightning.fabric.plugins.environments"},
     "gtrain.launch.launchers.torchrun": {"lightning.fabric.plugins.environments", "torch.distributed"},
 }

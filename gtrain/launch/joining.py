@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from omegaconf import DictConfig, OmegaConf
 
 from gtrain import config
@@ -53,11 +56,11 @@ def run_worker(cfg: DictConfig, choices: dict[str, str], plans: Sequence[RolePla
     store = _registrations(job_values)
     _check_shape(store, f"{job.num_nodes} machines with {job.devices} workers each")
     _claim(store, job.slot, job.restarts)
+    _agree_on_run(cfg, environment)
     check_same(job_values, job.slot.rank, f"machine {job.slot.node}", comparable(cfg))
     if job.slot.rank == 0:
         for plan in plans:
             store.set(f"role/{plan.name}", BY_HAND if plan.by_hand else BY_AGENT)
-    cfg.paths.run = broadcast_text(environment, str(Path(cfg.paths.run).absolute()))
     return resolve(TASK)(cfg, choices)
 
 
@@ -73,16 +76,24 @@ def run_rank(request: JobRequest, rank_info: RankInfo, servers: Keeper, job_id: 
     cfg, environment = request.cfg, find_environment()
     if rank_info.rank == 0 and cfg.verb == "train":
         resume_earlier_attempt(cfg, job_id)
-    agreed = json.loads(broadcast_text(environment, json.dumps({"run": cfg.paths.run, "checkpoint": cfg.ckpt_path})))
-    cfg.paths.run, cfg.ckpt_path = agreed["run"], agreed["checkpoint"]
+    _agree_on_run(cfg, environment)
     check_same(job_store(environment), rank_info.rank, f"rank {rank_info.rank}", comparable(cfg))
     config.validate(cfg)
-    capture(log_path(request.log_dir, f"rank {rank_info.rank}"), terminal=True)
+    title = f"rank {rank_info.rank} of {rank_info.size} is process {os.getpid()} on {socket.gethostname()}"
+    log = log_path(request.log_dir, f"rank {rank_info.rank}")
+    capture(log, terminal=True, append=slots.attempt() > 0, title=title)
     servers.start_servers(
         request.log_dir, slots.roster().key_file, environment.main_address, store_address(environment)
     )
     with request.hinting_at_resume() if rank_info.rank == 0 else contextlib.nullcontext():
         return resolve(TASK)(cfg, request.choices)
+
+
+def _agree_on_run(cfg: DictConfig, environment: ClusterEnvironment) -> None:
+    """Take the run's folder and the checkpoint to resume from those of rank 0."""
+    mine = {"run": str(Path(cfg.paths.run).absolute()), "checkpoint": cfg.ckpt_path}
+    agreed = json.loads(broadcast_text(environment, json.dumps(mine)))
+    cfg.paths.run, cfg.ckpt_path = agreed["run"], agreed["checkpoint"]
 
 
 def resume_earlier_attempt(cfg: DictConfig, job_id: str) -> None:

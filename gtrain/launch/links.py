@@ -55,7 +55,8 @@ def connect(
     """Connect to a process of the job and authenticate it.
 
     Args:
-        address: ``ipc://PATH`` within the machine, or ``tcp://HOST:PORT``.
+        address: ``ipc://PATH`` within the machine, ``ipc://@NAME`` for a name in its abstract namespace, or
+            ``tcp://HOST:PORT``.
         key_file: path of the job's key file; None connects to processes of this machine only.
         timeout_seconds: how long to try.
         listens: whether the process is known to have listened there, so that a refused connection means it is gone.
@@ -90,7 +91,7 @@ def _connect(address: str, key_file: str | None, timeout_seconds: float) -> sock
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.settimeout(timeout_seconds)
-            connection.connect(rest)
+            connection.connect(f"\0{rest[1:]}" if rest.startswith("@") else rest)
             check_user(connection, address)
             _expect_welcome(connection)
         except BaseException:

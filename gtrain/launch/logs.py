@@ -55,7 +55,7 @@ def _write_on_signals() -> None:
         write_stacks()
 
 
-def capture(path: Path, *, terminal: bool, append: bool = False) -> None:
+def capture(path: Path, *, terminal: bool, append: bool = False, title: str = "") -> None:
     """Send this process's output to its log file.
 
     Args:
@@ -63,10 +63,14 @@ def capture(path: Path, *, terminal: bool, append: bool = False) -> None:
         terminal: whether Python's output also goes to the terminal; otherwise the file receives it alone, together with
             the output of compiled code.
         append: append to the log of the process that this one replaces, instead of overwriting it.
+        title: first line of the log, which the terminal does not get: it names the process, because some launchers
+            report a killed rank by its process id alone.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     global _log
     log = _log = open(path, "a" if append else "w", buffering=1)  # noqa: SIM115 - open as long as the process lives
+    if title:
+        log.write(f"{title}\n")
     signal.signal(STACKS_SIGNAL, lambda *_: write_stacks())
     if terminal:
         terminal_streams = sys.stdout, sys.stderr

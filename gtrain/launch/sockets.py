@@ -63,6 +63,30 @@ def listen_here() -> Listener:
     return Listener(listener, f"ipc:///proc/{os.getpid()}/fd/{holder}", holder)
 
 
+def listen_abstract(name: str) -> Listener:
+    """Return a Unix socket with a name in the machine's abstract namespace, which has no file and ends with the socket.
+
+    For processes that know a common name, but not each other. Any user may connect or take the name first: both ends
+    check the user of the other one (:mod:`gtrain.launch.links`).
+
+    Raises:
+        OSError: the name is taken.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"\0{name}")
+        listener.listen(_QUEUE)
+    except OSError:
+        listener.close()
+        raise
+    return Listener(listener, abstract_address(name))
+
+
+def abstract_address(name: str) -> str:
+    """Return the address, in ZeroMQ's notation, of a socket with this name in the abstract namespace."""
+    return f"ipc://@{name}"
+
+
 def listen_tcp(host: str, port: int = 0) -> Listener:
     """Return a listening TCP socket at an address of this machine; port 0 lets the kernel choose.
 

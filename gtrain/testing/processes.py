@@ -15,7 +15,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 LOG_LINES = 40
-_LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "GTRAIN_")
+_LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_", "MPI_LOCAL", "GTRAIN_")
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "HYDRA_FULL_ERROR")
 
 

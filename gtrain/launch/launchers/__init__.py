@@ -18,12 +18,13 @@ from gtrain.errors import ConfigError
 from gtrain.launch.launchers.base import Launcher
 from gtrain.launch.launchers.local import Local
 from gtrain.launch.launchers.manual import Manual
+from gtrain.launch.launchers.mpi import Mpi
 from gtrain.launch.launchers.ray import Ray
 from gtrain.launch.launchers.slurm import Slurm
 from gtrain.launch.launchers.torchrun import Torchrun
 
 LAUNCHERS: Mapping[str, Launcher] = {
-    launcher.name: launcher for launcher in (Local(), Torchrun(), Slurm(), Manual(), Ray())
+    launcher.name: launcher for launcher in (Local(), Torchrun(), Mpi(), Slurm(), Manual(), Ray())
 }
 """Launchers by name, in the order in which :func:`detect` tries them."""
 

@@ -31,14 +31,18 @@ _REFUSAL_SECONDS = 10.0
 
 
 class RankVariables(NamedTuple):
-    """Names of the environment variables that a launcher sets for each rank; see :class:`RankInfo`."""
+    """Names of the environment variables that a launcher sets for each rank; see :class:`RankInfo`.
+
+    An empty name is a number that the launcher does not set; it follows from the others, because ranks fill one machine
+    after the other.
+    """
 
     rank: str
     size: str
     local: str
     local_size: str
-    machine: str
-    machines: str
+    machine: str = ""
+    machines: str = ""
 
 
 class ExternalLauncher(Launcher):
@@ -50,13 +54,13 @@ class ExternalLauncher(Launcher):
         variables: names of the environment variables.
         job_variables: variables whose values together identify an attempt of a job among those of one machine; the
             first one identifies the job.
-        attempt_variable: variable with the number of earlier attempts.
+        attempt_variable: variable with the number of earlier attempts; empty if the launcher restarts nothing.
     """
 
     starts_ranks = False
     variables: ClassVar[RankVariables]
-    job_variables: ClassVar[tuple[str, ...]]
-    attempt_variable: ClassVar[str]
+    job_variables: ClassVar[tuple[str, ...]] = ()
+    attempt_variable: ClassVar[str] = ""
 
     @abstractmethod
     def detect(self, environ: Mapping[str, str] = os.environ) -> bool:
@@ -68,12 +72,17 @@ class ExternalLauncher(Launcher):
         Raises:
             KeyError, ValueError: rank or size are absent, or are not numbers.
         """
-        names = self.variables
+        names = self.names(environ)
         rank, size = int(environ[names.rank]), int(environ[names.size])
-        machines = int(environ.get(names.machines) or 1)
-        local_size = int(environ.get(names.local_size) or max(1, size // machines))
-        local = int(environ.get(names.local) or (rank if machines == 1 else rank % local_size))
-        return RankInfo(rank, size, local, local_size, int(environ.get(names.machine) or 0), machines)
+        machines = int(environ.get(names.machines) or 0)
+        local_size = int(environ.get(names.local_size) or max(1, size // (machines or 1)))
+        machines = machines or -(-size // local_size)
+        local = int(environ.get(names.local) or rank % local_size)
+        return RankInfo(rank, size, local, local_size, int(environ.get(names.machine) or rank // local_size), machines)
+
+    def names(self, environ: Mapping[str, str]) -> RankVariables:
+        """Return the names of the variables that this process has."""
+        return self.variables
 
     def launch(self, request: JobRequest) -> Any:
         """Run the task of this rank."""
@@ -100,7 +109,12 @@ class ExternalLauncher(Launcher):
             sys.modules[PRELOAD].keep_templates_in_memory()
             request.preflight(request.resolved())
             self.ranks_meet = True
-            return resolve(RUN_RANK)(request, rank_info, servers, self.job_id())
+            with self.meeting(request.cfg, rank_info):
+                return resolve(RUN_RANK)(request, rank_info, servers, self.job_id())
+
+    def meeting(self, cfg: DictConfig, rank_info: RankInfo) -> contextlib.AbstractContextManager[None]:
+        """Find the machine of rank 0 and, on that machine, be found by the others within the context."""
+        return contextlib.nullcontext()
 
     def attempt(self, environ: Mapping[str, str] = os.environ) -> int:
         """Return how many times the launcher started this job before."""
@@ -109,6 +123,10 @@ class ExternalLauncher(Launcher):
     def job_id(self, environ: Mapping[str, str] = os.environ) -> str:
         """Return the launcher's name of this job, which is the same in all attempts."""
         return f"{self.name} {environ.get(self.job_variables[0], '')}"
+
+    def attempt_id(self, environ: Mapping[str, str] = os.environ) -> str:
+        """Return a name of this attempt of the job that no other attempt or job on this machine has."""
+        return "/".join(environ.get(name, "") for name in self.job_variables)
 
     def _adopt_world_size(self, cfg: DictConfig, rank_info: RankInfo, overrides: Sequence[str]) -> None:
         """Set the number of ranks to that of the launcher, unless the command sets another.
@@ -156,8 +174,7 @@ class ExternalLauncher(Launcher):
         if others < 1:
             yield True
             return
-        job = "/".join(os.environ.get(name, "") for name in self.job_variables)
-        address = f"\0gtrain-refusal/{os.getuid()}/{job}"[:100]
+        address = f"\0gtrain-refusal/{os.getuid()}/{self.attempt_id()}"[:100]
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
             try:
                 line.bind(address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,17 @@ from gtrain.cli import entry
 from gtrain.cli.explain import explain
 from gtrain.errors import ConfigError
 from gtrain.launch import launchers
+from gtrain.launch.key_value import KeyValueServer
+from gtrain.launch.launchers import mpi
 from gtrain.launch.launchers.base import RankInfo
-from gtrain.launch.launchers.external import ExternalLauncher
+from gtrain.launch.launchers.external import ExternalLauncher, RankVariables
+from gtrain.launch.slot import ServerRoster, set_roster
+from gtrain.launch.sockets import abstract_address, listen_abstract
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_JOB_NAME": "job"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALNRANKS": "3"}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +42,10 @@ SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_JOB_NAME": "job"}
         ({**SLURM, "SLURM_NTASKS": "1"}, "slurm"),
         ({**SLURM, "SLURM_JOB_NAME": "interactive"}, "local"),
         ({**SLURM, **TORCHRUN}, "torchrun"),
+        ({**SLURM, **OPEN_MPI}, "mpi"),
+        ({**SLURM, **MPICH}, "mpi"),
+        ({**OPEN_MPI, **TORCHRUN}, "torchrun"),
+        ({**SLURM, "PMI_RANK": "2", "PMI_SIZE": "3"}, "slurm"),  # srun --mpi=pmi2
     ],
 )
 def test_auto_tells_the_launcher_from_the_environment(environ: dict[str, str], expected: str) -> None:
@@ -48,12 +59,12 @@ def test_local_may_be_forced_inside_another_launcher() -> None:
 def test_a_launcher_that_did_not_start_the_process_is_refused() -> None:
     with pytest.raises(ConfigError, match="cluster=torchrun was set, but torchrun did not start this process"):
         launchers.resolve("torchrun", {})
-    with pytest.raises(ConfigError, match="launchers are auto, local, torchrun, slurm"):
+    with pytest.raises(ConfigError, match="launchers are auto, local, torchrun, mpi, slurm"):
         launchers.resolve("carrier-pigeon", {})
 
 
 def test_rank_and_size_come_from_the_launcher() -> None:
-    for environ, expected in ((TORCHRUN, (1, 4)), (SLURM, (2, 3))):
+    for environ, expected in ((TORCHRUN, (1, 4)), (SLURM, (2, 3)), (OPEN_MPI, (2, 3)), (MPICH, (2, 3))):
         rank_info = launchers.detect(environ).rank_info(environ)
         assert rank_info is not None and (rank_info.rank, rank_info.size) == expected
     assert launchers.detect({}).rank_info({}) is None
@@ -61,22 +72,30 @@ def test_rank_and_size_come_from_the_launcher() -> None:
 
 SPEAKS = """
 from gtrain.launch import launchers
+from gtrain.launch.key_value import KeyValueServer
 with launchers.detect().printing_once() as prints:
     if prints:
         print("refused", flush=True)
 """
 
 
-@pytest.mark.parametrize("name", [name for name, each in launchers.LAUNCHERS.items() if not each.starts_ranks])
-def test_one_rank_of_a_machine_prints_a_refusal(name: str, tmp_path: Path) -> None:
+EXTERNAL = {name: each for name, each in launchers.LAUNCHERS.items() if isinstance(each, ExternalLauncher)}
+SETS = [
+    *((name, each.variables, each.job_variables[0]) for name, each in EXTERNAL.items() if name != "mpi"),
+    ("mpi", mpi.OPEN_MPI, "PMIX_NAMESPACE"),
+    ("mpi", mpi.HYDRA, "NO_VARIABLE"),  # the parent of the ranks, which is this process, identifies their job
+]
+
+
+@pytest.mark.parametrize(("name", "variables", "job"), SETS, ids=["torchrun", "slurm", "open-mpi", "mpich"])
+def test_one_rank_of_a_machine_prints_a_refusal(name: str, variables: RankVariables, job: str, tmp_path: Path) -> None:
     """And ends when the others have been silent; two machines that are played on one have one each."""
     launcher = launchers.LAUNCHERS[name]
-    assert isinstance(launcher, ExternalLauncher)
-    job = {launcher.job_variables[0]: tmp_path.name + str(os.getpid())}
     ranks = []
     for rank in range(6):
         place = (rank, 6, rank % 3, 3, rank // 3, 2)
-        environment = clean_environment({**job, **dict(zip(launcher.variables, map(str, place), strict=True))})
+        numbers = {name: str(number) for name, number in zip(variables, place, strict=True) if name}
+        environment = clean_environment({job: tmp_path.name + str(os.getpid()), **numbers})
         assert launchers.detect(environment) is launcher and launcher.rank_info(environment) == RankInfo(*place)
         ranks.append(
             subprocess.Popen([sys.executable, "-c", SPEAKS], env=environment, stdout=subprocess.PIPE, text=True)
@@ -99,3 +118,23 @@ def test_each_launcher_is_an_option_of_cluster() -> None:
     assert "kind: slurm" in explain("cluster=slurm")
     with pytest.raises(ConfigError, match=", ".join(sorted(("auto", *launchers.LAUNCHERS)))):
         explain("cluster=carrier-pigeon")
+
+
+def test_ranks_that_do_not_fill_machines_in_order_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As Open MPI's --map-by node deals them: ranks 0 and 2 on one host, 1 and 3 on the other."""
+    set_roster(ServerRoster())
+    name = f"gtrain-test/{tmp_path.name}/{os.getpid()}"
+    listener = listen_abstract(name)
+    server = KeyValueServer([listener.socket], None, None)
+    try:
+        for rank, host in enumerate(("a", "a", "b", "b", "a", "b")):
+            monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+            info = RankInfo(rank, 6, rank % 2, 2, rank // 2, 3)
+            if rank < 5:
+                mpi._check_machines(abstract_address(name), info)
+            else:
+                with pytest.raises(ConfigError, match="started rank 4 on a and rank 5 on b; ranks 4 to 5 must be on"):
+                    mpi._check_machines(abstract_address(name), info)
+    finally:
+        server.close()
+        listener.close()
