@@ -15,6 +15,7 @@ from dataclasses import dataclass
 _QUEUE = 1024
 _TCP_RTO_MAX_MS = 44  # linux/tcp.h; Python has no name for it
 _RETRANSMIT_MILLISECONDS = 5000
+_UNACKNOWLEDGED_MILLISECONDS = 3_600_000
 _ANYWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): reached by the default route
 
 
@@ -108,13 +109,15 @@ def listen_tcp(host: str, port: int = 0) -> Listener:
 
 
 def limit_retransmission(connection: socket.socket) -> None:
-    """Have the kernel send unacknowledged data again every five seconds at least.
+    """Have the kernel send unacknowledged data again every five seconds at least, and for an hour.
 
     It doubles the time between its attempts, up to two minutes: after an outage of a minute, a link that is up again
-    would stay idle for most of another one. Linux has this option since 6.15; older kernels keep their limit.
+    would stay idle for most of another one. Linux has this option since 6.15; older kernels keep their limit. The
+    kernel derives from it how long it tries, which would be one minute, so that time is set too.
     """
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RETRANSMIT_MILLISECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MILLISECONDS)
 
 
 def own_address(host: str, port: int) -> str:
