@@ -203,6 +203,11 @@ class RayClusterConfig(ClusterConfig):
             "STRICT_PACK": "one node",
         },
     )
+    first_machine: str = setting(
+        "any",
+        "node of machine 0, which reads the data and writes the run's folder",
+        words={"any": "as `cluster.placement` says", "command": "the node on which the command runs"},
+    )
     cpus_per_rank: float | None = setting(
         None,
         "CPUs that Ray reserves for each rank, which uses as many threads; null: it reserves one, and ranks share the "

@@ -27,6 +27,7 @@ LIGHT = (
     "gtrain.cli",
     "gtrain.cli.entry",
     "gtrain.cli.explain",
+    "gtrain.cli.sweeps",
     "gtrain.config",
     "gtrain.data.config",
     "gtrain.errors",

@@ -30,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gtrain import __version__, backends, config, messages, targets
-from gtrain.cli import explain
+from gtrain.cli import explain, sweeps
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.launch import launchers
 from gtrain.launch.launchers.manual import Manual
@@ -182,6 +182,7 @@ def _prepare_hydra(*, sweep: bool = False) -> None:
     Plugins.instance().register(BackendConfigs)
     config.register(sweep=sweep)
     launchers.register()
+    sweeps.register()
     schemas = ConfigStore.instance()
     schemas.__deepcopy__ = lambda memo: schemas  # type: ignore[attr-defined]  # --help copies it for every group
     ConfigLoaderImpl.load_configuration = _with_check(ConfigLoaderImpl.load_configuration)  # type: ignore[method-assign]

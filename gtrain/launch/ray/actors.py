@@ -14,7 +14,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -77,6 +78,15 @@ class MachineActor:
     def node(self) -> tuple[str, str]:
         """Return this node's address for other nodes, and its id."""
         return str(ray.util.get_node_ip_address()), str(ray.get_runtime_context().get_node_id())
+
+    def sees(self, paths: Sequence[str]) -> bool:
+        """Whether this node has files or folders of all of these paths."""
+        return all(map(os.path.exists, paths))
+
+    def logs(self, folder: str) -> dict[str, bytes]:
+        """Return the logs in a folder by name."""
+        paths = sorted(Path(folder).glob("*.log"))
+        return {path.name: path.read_bytes() for path in paths}
 
     def set_up(self, settings: bytes, **message: Any) -> dict[str, Any]:
         """Pass the settings of the job to the agent; see :class:`gtrain.launch.ray.machine.MachineAgent`."""

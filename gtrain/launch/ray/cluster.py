@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from omegaconf import DictConfig
 from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gtrain.backends import RolePlan
@@ -168,12 +168,19 @@ class Placement:
 
     def __init__(self, cfg: DictConfig, bundles: Sequence[Resources], attempt: int) -> None:
         self._cfg, self._attempt = cfg, attempt
-        self._group = placement_group(list(bundles), strategy=cfg.cluster.placement, name="gtrain")
+        selectors: list[dict[str, str]] = [{} for _ in bundles]
+        if cfg.cluster.first_machine == "command":
+            selectors[0]["ray.io/node-id"] = ray.get_runtime_context().get_node_id()
+        self._group = placement_group(
+            list(bundles), strategy=cfg.cluster.placement, name="gtrain", bundle_label_selector=selectors
+        )
         self._actors: list[Any] = []
-        self.machines: list[Any] = []
-        """The actor of each machine."""
+        self._machines: list[Any] = []
         try:
             self._await_resources(bundles)
+            placed = placement_group_table(self._group)["bundles_to_node_id"]
+            self.nodes: list[str] = [placed[machine] for machine, _ in enumerate(bundles)]
+            """Id of the cluster's node that each machine is on."""
         except BaseException:
             remove_placement_group(self._group)
             raise
@@ -184,10 +191,10 @@ class Placement:
     def __exit__(self, *_: object) -> None:
         """End all actors, and free the resources."""
         with contextlib.suppress(RayError):
-            ends = [machine.stop.remote() for machine in self.machines]
+            ends = [machine.stop.remote() for machine in self._machines]
             if ends:
                 ray.wait(ends, num_returns=len(ends), timeout=_STOP_SECONDS)
-        for each in (*self._actors, *self.machines):
+        for each in (*self._actors, *self._machines):
             ray.kill(each, no_restart=True)
         remove_placement_group(self._group)
 
@@ -207,13 +214,17 @@ class Placement:
                 print(f"gtrain: waiting for the Ray cluster to provide {asked}", file=sys.stderr, flush=True)
             report_time = 30.0
 
-    def start_machines(self, environment: Mapping[str, str]) -> None:
-        """Start the actor of each machine."""
-        for machine, _ in enumerate(self._group.bundle_specs):
-            options = self._options({}, machine)
-            self.machines.append(
-                actor(MachineActor, name=self._name(f"machine {machine}"), **options).remote(environment)
-            )
+    @property
+    def on_one_node(self) -> bool:
+        """Whether all machines are on one node, whose agent then simulates them as with local ranks."""
+        return len(set(self.nodes)) == 1
+
+    def start_machines(self, environment: Mapping[str, str]) -> list[Any]:
+        """Start the actor of each machine, or one actor if all machines are on one node."""
+        for machine, _ in enumerate(self.nodes[:1] if self.on_one_node else self.nodes):
+            options = {"name": self._name(f"machine {machine}"), **self._options({}, machine)}
+            self._machines.append(actor(MachineActor, **options).remote(environment))
+        return self._machines * len(self.nodes) if self.on_one_node else list(self._machines)
 
     def start_supervisor(self, label: str, role: str, machine: int, restarts: int, *, reserve: bool = True) -> Any:
         """Start the actor of a process."""

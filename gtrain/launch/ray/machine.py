@@ -9,15 +9,18 @@ process is killed. The agent dies with the machine's actor, and all processes wi
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import contextlib
 import fcntl
 import os
 import selectors
+import shutil
 import signal
 import socket
 import struct
 import sys
+import tempfile
 import termios
 import traceback
 import tty
@@ -106,45 +109,48 @@ class MachineAgent:
             channel.send(error=slot.describe(GtrainError(f"{type(error).__name__}: {error}")))
 
     def _set_up(
-        self, release: str, machine: int, host: str, store: Sequence[Any] | None, key: str | None
+        self, release: str, machine: int | None, host: str, store: Sequence[Any] | None, key: str | None
     ) -> dict[str, Any]:
         """Bind the sockets of the machine's processes.
 
         Args:
             release: the driver's release of gtrain.
-            machine: number of this machine.
+            machine: number of this machine; None if this agent simulates all machines of the job.
             host: this machine's address for others.
             store: host and port of the job's key-value store, on other machines than its own.
             key: content of the job's key file; None: machine 0 makes keys for a job of several machines.
 
         Returns:
-            The processes to start, this agent's address, and ``store`` and ``key`` for the other machines.
+            The processes to start, this agent's address, whether it sees the run's folder, and ``store`` and ``key``
+            for the other machines.
         """
         if release != __version__:
             raise ConfigError(
-                f"machine {machine} ({host}) has gtrain {__version__}, and the command has gtrain {release}.",
+                f"machine {machine or 0} ({host}) has gtrain {__version__}, and the command has gtrain {release}.",
                 hint="install the same release on all nodes of the Ray cluster.",
             )
         settings, _ = shipping.receive_settings(self._settings_file)
-        enter_folder(settings, f"machine {machine} ({host})")
+        sees_run = enter_folders(settings, machine or 0, host)
         os.environ.update(settings["environment"])
         sys.argv[:] = settings["argv"]
         self._terminal = settings["terminal"]
         self._request = JobRequest(settings["config"], settings["choices"], settings["overrides"])
         job = Job(**settings["job"], config=settings["config"], machine=machine)
-        if job.num_nodes > 1:
+        distributed = machine is not None and job.num_nodes > 1
+        if distributed:
             key = key or _new_keys()
+        if key is not None:
             job.key_file = _key_file(key)
-        if machine == 0:
+        if not machine:
             inside = listen_here()
             job.store, job.store_address = (inside,), inside.address
-            if job.num_nodes > 1:
+            if distributed:
                 outside = listen_tcp(host)
                 job.store = (inside, outside)
                 store = outside.socket.getsockname()[:2]
         if store is not None:
             job.host, job.route, job.port = store[0], store[0], store[1]
-            if machine > 0:
+            if machine:
                 job.store_address = StoreLocation(store[0], store[1], store[0]).address
         self._job, specs = job, process_specs(job, TASK, (settings["config"], settings["choices"]))
         job.result = os.memfd_create("gtrain-result")
@@ -156,6 +162,7 @@ class MachineAgent:
                 for spec in specs
             ],
             "address": self._door.address,
+            "sees_run": sees_run,
             "store": store,
             "key": key,
         }
@@ -339,21 +346,44 @@ def _pseudo_terminal(size: Sequence[int]) -> tuple[int, int]:
     return read_end, write_end
 
 
-def enter_folder(settings: Mapping[str, Any], name: str) -> None:
-    """Change to the command's folder, from which relative paths count, and add its folders of modules.
+def enter_folders(settings: Mapping[str, Any], machine: int, host: str) -> bool:
+    """Change to the folder of the command, from which relative paths count, and add its folders of modules.
+
+    A machine that lacks the folder of the command gets the modules in ``settings["code"]`` in a temporary folder. One
+    that does not see the run's folder makes a folder of the same path for its logs, and removes it at the end.
+
+    Args:
+        settings: the settings of the job.
+        machine: number of this machine.
+        host: address of this machine, for messages.
+
+    Returns:
+        Whether this machine sees the run's folder.
 
     Raises:
-        ConfigError: this machine does not see the run's folder.
+        ConfigError: machine 0, which writes the run's folder, does not see it.
     """
-    log_dir = Path(settings["job"]["log_dir"])
-    if not (log_dir / settings["token"]).exists():
+    log_dir, folder = Path(settings["job"]["log_dir"]), settings["folder"]
+    sees_run = (log_dir / settings["token"]).exists()
+    if machine == 0 and not sees_run:
         raise ConfigError(
-            f"{name} does not see the run's folder {log_dir.parent}.",
-            hint="choose a folder that the command and all nodes of the Ray cluster share: paths.runs=FOLDER.",
+            f"machine 0 ({host}) does not see the run's folder {log_dir.parent}.",
+            hint="cluster.first_machine=command places it on the node of the command; or choose a folder that both "
+            "share: paths.runs=FOLDER.",
         )
-    if Path(settings["folder"]).is_dir():
-        os.chdir(settings["folder"])
-    sys.path[:0] = [folder for folder in settings["modules"] if folder not in sys.path]
+    if not sees_run and not log_dir.parent.exists():
+        log_dir.mkdir(parents=True)
+        atexit.register(shutil.rmtree, log_dir.parent, ignore_errors=True)
+    if settings["code"] is not None:
+        folder = tempfile.mkdtemp(prefix="gtrain-modules-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        for name, content in settings["code"].items():
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    os.chdir(folder)
+    sys.path[:0] = [path for path in dict.fromkeys([folder, *settings["modules"]]) if path not in sys.path]
+    return sees_run
 
 
 def _new_keys() -> str:

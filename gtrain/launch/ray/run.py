@@ -10,9 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray.exceptions import RayError
+
 from gtrain import __version__
 from gtrain.backends import RolePlan
-from gtrain.errors import RankFailedError, restored
+from gtrain.errors import ConfigError, RankFailedError, restored
 from gtrain.keys import ISOLATED
 from gtrain.launch import agent, shipping
 from gtrain.launch.children import ProcessSpec
@@ -26,6 +29,10 @@ _PASSED_ON = ("GTRAIN_", "OMP_", "MKL_", "OPENBLAS_", "NUMBA_", "TORCH", "THP_",
 """Starts of the names of environment variables that ranks need from the command; others are those of the node."""
 
 
+_LOGS_SECONDS = 60.0
+_MOST_CODE = 64 << 20  # bytes of the modules that are copied to nodes without the folder of the command
+
+
 def run(request: JobRequest, num_nodes: int, devices: int) -> Any:
     """Run a job, and again from its last checkpoint after a failure, ``cluster.max_restarts`` times.
 
@@ -36,7 +43,7 @@ def run(request: JobRequest, num_nodes: int, devices: int) -> Any:
     """
     plans = request.plans()
     bundles = bundles_of(request.cfg, num_nodes, devices, plans)
-    key_file = request.key_file() if num_nodes > 1 else None
+    key_file = request.key_file()
     key = key_file if key_file in (None, ISOLATED) else Path(str(key_file)).read_text()
     with connected(request.cfg, bundles), agent.terminate_on_signals():
         return request.run_restarting(
@@ -57,6 +64,8 @@ class _Attempt:
         attempt: int,
     ) -> None:
         self._request, self._plans, self._key = request, plans, key
+        self._simulated = False
+        self._separate: list[int] = []  # machines that do not see the run's folder
         self._job = RayJob(
             num_nodes,
             devices,
@@ -70,13 +79,25 @@ class _Attempt:
     def run(self, bundles: Sequence[Mapping[str, float]]) -> Any:
         job = self._job
         with Placement(self._request.cfg, [dict(bundle) for bundle in bundles], job.attempt) as placement:
-            placement.start_machines(self._environment())
-            job.machines = placement.machines
+            job.nodes, job.machines = placement.nodes, placement.start_machines(self._environment())
+            self._simulated = placement.on_one_node
             self._start_supervisors(placement)
-            agent.supervise(job, self._set_up)
+            try:
+                agent.supervise(job, self._set_up)
+            finally:
+                self._fetch_logs()
             if job.leaves is not None:
                 raise RankFailedError(f"{job.leaves}.", external=True)
             return job.value
+
+    def _fetch_logs(self) -> None:
+        """Write the logs of machines that do not see the run's folder into it."""
+        logs = str(self._job.log_dir)
+        for number in self._separate:
+            with contextlib.suppress(RayError):  # the machine is lost
+                reference = self._job.machines[number].logs.remote(logs)
+                for name, content in ray.get(reference, timeout=_LOGS_SECONDS).items():
+                    (self._job.log_dir / name).write_bytes(content)
 
     def _start_supervisors(self, placement: Placement) -> None:
         job, workers = self._job, restarts_of(self._plans, WORKER)
@@ -94,16 +115,23 @@ class _Attempt:
         """Prepare the agents of all machines, check the job there, and return its processes, servers first."""
         job, specs, addresses = self._job, [], []
         shared: dict[str, Any] = {"store": None, "key": self._key}
-        nodes = [call(machine.node.remote(), f"machine {number}") for number, machine in enumerate(job.machines)]
-        job.nodes = [node for _, node in nodes]
+        machines = job.machines[:1] if self._simulated else job.machines
         with _token(job.log_dir) as token:
-            for number, machine in enumerate(job.machines):
-                own = {"release": __version__, "machine": number, "host": nodes[number][0]}
-                reply = self._ask(machine.set_up.remote(self._settings(number, token), **own, **shared), number)
+            paths = [os.getcwd(), str(job.log_dir / token)]
+            calls = [(machine.node.remote(), machine.sees.remote(paths)) for machine in machines]
+            hosts = [call(node, f"machine {number}")[0] for number, (node, _) in enumerate(calls)]
+            sees_all = [call(sees, f"machine {number}") for number, (_, sees) in enumerate(calls)]
+            code = None if all(sees_all) else modules_below(Path.cwd())
+            for number, machine in enumerate(machines):
+                own = {"release": __version__, "machine": None if self._simulated else number, "host": hosts[number]}
+                settings = self._settings(number, token, None if sees_all[number] else code)
+                reply = self._ask(machine.set_up.remote(settings, **own, **shared), number)
                 shared = {name: reply[name] for name in shared}
                 addresses.append(reply["address"])
                 specs += [specification(description) for description in reply["specs"]]
-        job.addresses = addresses
+                if not reply["sees_run"]:
+                    self._separate.append(number)
+        job.addresses = addresses * job.num_nodes if self._simulated else addresses
         if job.attempt == 0:
             self._ask(job.machines[0].preflight.remote(), 0)
         return sorted(specs, key=lambda spec: (spec.terminates, spec.slot == STORE_SLOT))
@@ -114,7 +142,7 @@ class _Attempt:
             raise restored(reply["error"])
         return reply
 
-    def _settings(self, number: int, token: str) -> bytes:
+    def _settings(self, number: int, token: str, code: Mapping[str, bytes] | None) -> bytes:
         """Return what the agent of a machine needs of the job, pickled."""
         job, request = self._job, self._request
         return shipping.dump_settings(
@@ -132,6 +160,7 @@ class _Attempt:
                 "token": token,
                 "environment": self._gpus(number),
                 "folder": os.getcwd(),
+                "code": code,
                 "modules": _modules(),
                 "argv": sys.argv,
                 "terminal": [_terminal_size(stream) for stream in (sys.stdout, sys.stderr)],
@@ -143,7 +172,7 @@ class _Attempt:
         job = self._job
         if not gpus_per_rank(self._request.cfg):
             return {"CUDA_VISIBLE_DEVICES": ""} if self._request.cfg.trainer.accelerator != "cpu" else {}
-        labels = [slot.label for slot in worker_slots(job.num_nodes, job.devices, number)]
+        labels = [slot.label for slot in worker_slots(job.num_nodes, job.devices, None if self._simulated else number)]
         calls = {label: job.supervisors[label].gpus.remote() for label in labels}
         ids = [gpu for label, reference in calls.items() for gpu in call(reference, label)]
         return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(ids))}
@@ -154,6 +183,30 @@ class _Attempt:
         passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON) or name in named}
         cpus = self._request.cfg.cluster.cpus_per_rank
         return {**({} if cpus is None else {"OMP_NUM_THREADS": str(max(1, int(cpus)))}), **passed_on}
+
+
+def modules_below(folder: Path) -> dict[str, bytes]:
+    """Return the Python files below a folder by their paths in it, without hidden folders and virtual environments.
+
+    Raises:
+        ConfigError: they have more than :data:`_MOST_CODE` bytes.
+    """
+    files: dict[str, bytes] = {}
+    size = 0
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and not Path(parent, name, "pyvenv.cfg").exists()
+        ]
+        for path in (Path(parent, name) for name in sorted(names) if name.endswith(".py")):
+            size += path.stat().st_size
+            if size > _MOST_CODE:
+                raise ConfigError(
+                    f"the command was started in {folder}, which nodes of the Ray cluster lack; its Python files have "
+                    f"more than {_MOST_CODE >> 20} MiB.",
+                    hint="start it in a folder that has only the modules of the job, or that the nodes share.",
+                )
+            files[path.relative_to(folder).as_posix()] = path.read_bytes()
+    return files
 
 
 def _modules() -> list[str]:

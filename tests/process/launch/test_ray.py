@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from helpers import LIMIT, REPO, clean_environment, gtrain, has_logged, logs, ok, run, show, summary, until
 
@@ -34,6 +36,20 @@ PS = (
     "trainer.precision=64-true",
 )
 """Two workers and two servers, whose results do not depend on restarts."""
+
+
+OWN = """
+import os
+from pathlib import Path
+import lightning.pytorch as pl
+
+class Note(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        seen = Path(trainer.default_root_dir, "run.json").exists()
+        print(f"rank {trainer.global_rank} sees the command's folder: {seen}", flush=True)
+        print(f"GPUs: {os.environ.get('CUDA_VISIBLE_DEVICES')}", flush=True)
+"""
+"""A module in the folder of the command."""
 
 
 def kill(rank: int, epoch: int) -> str:
@@ -61,10 +77,10 @@ def shared_memory() -> list[str]:
 class Cluster:
     """A cluster in processes of its own."""
 
-    def __init__(self, folder: str, nodes: int) -> None:
+    def __init__(self, folder: str, nodes: int, *hidden: str) -> None:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2}
         self._process = subprocess.Popen(
-            [sys.executable, str(ASSETS / "ray_cluster.py"), folder, str(nodes)],
+            [sys.executable, str(ASSETS / "on_ray" / "cluster.py"), folder, str(nodes), *hidden],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -77,7 +93,7 @@ class Cluster:
 
     def actors(self, *action: str) -> list[str]:
         """Kill actors by name, or drain the node of one; return the names of those that lived."""
-        done = ok(run([sys.executable, str(ASSETS / "ray_kill.py"), *action], cwd=ASSETS, env=self.environment))
+        done = ok(run([sys.executable, str(ASSETS / "on_ray" / "act.py"), *action], cwd=ASSETS, env=self.environment))
         return json.loads(done.stdout.splitlines()[-1])
 
     def end(self) -> None:
@@ -85,9 +101,9 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def started(nodes: int) -> Iterator[Cluster]:
+def started(nodes: int, *hidden: str) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:
-        cluster = Cluster(folder, nodes)
+        cluster = Cluster(folder, nodes, *hidden)
         assert cluster.address
         try:
             yield cluster
@@ -97,7 +113,8 @@ def started(nodes: int) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with started(1) as cluster:
+    """A cluster of two nodes; a job's machines are on different ones."""
+    with started(2) as cluster:
         yield cluster
 
 
@@ -160,7 +177,7 @@ def equal(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 def like_local(folder: Path, *arguments: str) -> None:
     """Hold that the run in ``run`` has the history and metrics of a local one of as many epochs."""
     disturbed = summary(folder / "run")
-    ok(gtrain(*arguments, f"trainer.max_epochs={len(disturbed['history'])}", "hydra.run.dir=local", cwd=folder))
+    ok(forked.gtrain(*arguments, f"trainer.max_epochs={len(disturbed['history'])}", "hydra.run.dir=local", cwd=folder))
     equal(disturbed, summary(folder / "local"))
 
 
@@ -176,6 +193,7 @@ def test_a_cluster_of_its_own_trains_like_local_ranks_and_leaves_nothing(tmp_pat
     assert (tmp_path / "run" / "logs" / "rank-1.log").exists()
 
 
+@pytest.mark.slow
 def test_killed_actors_and_processes_of_servers_and_ranks_come_back(cluster: Cluster, tmp_path: Path) -> None:
     job = Running(tmp_path, *PS, env=cluster.environment)
     count = lambda: job.errors().count("restarting it")  # noqa: E731
@@ -285,10 +303,69 @@ def test_a_job_saves_and_leaves_a_node_that_is_drained(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_node_without_the_folders_of_the_command(tmp_path: Path) -> None:
+    """It gets the command's module, the store from machine 0, and sends its part of checkpoints and its logs."""
+    if os.geteuid() or shutil.which("unshare") is None:
+        pytest.skip("mount namespaces need root and the command unshare")
+    folder = tmp_path / "command"
+    folder.mkdir()
+    (folder / "own.py").write_text(OWN)
+    job = (*SAR, "+callbacks.own={_target_:own.Note}", "allow_targets=[own]")
+    ok(forked.gtrain(*job, "hydra.run.dir=local", cwd=folder))
+    with started(1, str(folder)) as cluster:
+        placed = ("cluster=ray", "cluster.placement=STRICT_SPREAD")
+        first = (*placed, "cluster.first_machine=command", "hydra.run.dir=run")
+        done = ok(gtrain(*first, *job, cwd=folder, env=cluster.environment))
+    equal(summary(folder / "run"), summary(folder / "local"))
+    checkpoints = [folder / name / "checkpoints" / "last.ckpt" for name in ("run", "local")]
+    files = [sorted(path.name for path in checkpoint.iterdir()) for checkpoint in checkpoints]
+    assert files[0] == files[1] and "Traceback" not in done.stderr
+    notes = [(folder / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert "rank 0 sees the command's folder: True" in notes[0]
+    assert "rank 1 sees the command's folder: False" in notes[1]
+
+
+@pytest.mark.slow
+def test_ranks_of_a_machine_see_the_gpus_that_ray_assigned_to_them(cluster: Cluster, tmp_path: Path) -> None:
+    """The cluster's GPUs are numbers only; which of them a rank uses, its number on the machine says."""
+    (tmp_path / "own.py").write_text(OWN)
+    job = (
+        *SAR,
+        "trainer.num_nodes=1",
+        "trainer.devices=2",
+        "+callbacks.own={_target_:own.Note}",
+        "allow_targets=[own]",
+    )
+    arguments = ("cluster=ray", *job, "cluster.gpus_per_rank=1", "hydra.run.dir=run")
+    ok(gtrain(*arguments, cwd=tmp_path, env=cluster.environment))
+    logged = [(tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert [line for text in logged for line in text.splitlines() if "GPUs: " in line] in (
+        ["GPUs: 0,1"] * 2,
+        ["GPUs: 1,0"] * 2,
+    )
+
+
+@pytest.mark.slow
+def test_jobs_of_a_sweep_run_side_by_side(cluster: Cluster, tmp_path: Path) -> None:
+    """Each takes 4 of the cluster's 16 CPUs, so that all of them fit."""
+    meeting = f"+callbacks.meeting={{_target_:meeting.Meeting,folder:{tmp_path}/meeting,jobs:2}}"
+    sweep = ("--multirun", "hydra/launcher=side_by_side", "hydra.sweep.dir=sweep", "seed=3,4", "cluster=ray", *SAR)
+    environment = {**cluster.environment, "PYTHONPATH": str(ASSETS)}
+    arguments = (*sweep, "cluster.cpus_per_rank=2", meeting, "allow_targets=[meeting]")
+    ok(gtrain(*arguments, cwd=tmp_path, env=environment))
+    for number, seed in enumerate((3, 4)):
+        ok(forked.gtrain(*SAR, f"seed={seed}", f"hydra.run.dir=local/{seed}", cwd=tmp_path))
+        equal(summary(tmp_path / "sweep" / str(number)), summary(tmp_path / "local" / str(seed)))
+
+
+@pytest.mark.slow
 def test_resources_that_the_cluster_lacks(cluster: Cluster, tmp_path: Path) -> None:
     arguments = ("cluster=ray", *SAR, "cluster.cpus_per_rank=100", "cluster.timeout_seconds=1")
     done = gtrain(*arguments, cwd=tmp_path, env=cluster.environment)
-    assert done.returncode == 1 and "did not provide {CPU: 100}, {CPU: 100} within 1 s; it has {CPU: 8" in done.stderr
+    assert (
+        done.returncode == 1
+        and "did not provide {CPU: 100}, {CPU: 100} within 1 s; it has {CPU: 16, GPU: 4" in done.stderr
+    )
     arguments = ("cluster=ray", *SAR, "cluster.address=ray://localhost:10001")
     done = gtrain(*arguments, cwd=tmp_path)
     assert done.returncode == 1 and "it is that of a Ray client" in done.stderr

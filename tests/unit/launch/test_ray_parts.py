@@ -6,7 +6,9 @@ import json
 import os
 import selectors
 import socket
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from gtrain.backends import RolePlan
 from gtrain.config import RayClusterConfig
 from gtrain.errors import ConfigError
 from gtrain.launch.ray.channel import Channel, encode
-from gtrain.launch.ray.machine import enter_folder
+from gtrain.launch.ray.machine import enter_folders
 from gtrain.settings import schema
 
 pytest.importorskip("ray")
@@ -78,19 +80,51 @@ def test_the_end_of_a_connection_is_reported_once() -> None:
     assert closed == [channel]
 
 
-def test_a_machine_that_does_not_see_the_folder_of_the_run_refuses_the_job(tmp_path: Path) -> None:
-    settings = {"job": {"log_dir": tmp_path / "run" / "logs"}, "token": "token", "folder": str(tmp_path), "modules": []}
-    with pytest.raises(ConfigError, match=r"machine 1 \(host\) does not see the run's folder .*run\.\n") as refused:
-        enter_folder(settings, "machine 1 (host)")
-    assert "paths.runs=" in str(refused.value)
+@pytest.fixture
+def folders(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """The settings of a job whose command was started in a folder that this process has."""
+    before, path = os.getcwd(), [*sys.path]
+    (tmp_path / "command").mkdir()
+    run = tmp_path / "run"
+    yield {
+        "job": {"log_dir": run / "logs"},
+        "token": "token",
+        "folder": str(tmp_path / "command"),
+        "modules": ["/modules"],
+        "code": {"own/model.py": b"x = 1"},
+    }
+    os.chdir(before)
+    sys.path[:] = path
+
+
+def test_machine_0_must_see_the_folder_of_the_run(folders: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"machine 0 \(host\) does not see the run's folder .*run\.\n") as refused:
+        enter_folders(folders, 0, "host")
+    assert "HINT: cluster.first_machine=command" in str(refused.value)
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "logs" / "token").touch()
-    before = os.getcwd()
-    try:
-        enter_folder(settings, "machine 1 (host)")
-        assert Path.cwd() == tmp_path
-    finally:
-        os.chdir(before)
+    folders["code"] = None
+    assert enter_folders(folders, 0, "host")
+    assert Path.cwd() == tmp_path / "command" and "/modules" in sys.path
+
+
+def test_a_machine_without_the_folders_gets_its_own(folders: dict[str, Any], tmp_path: Path) -> None:
+    assert not enter_folders(folders, 1, "host")
+    assert (tmp_path / "run" / "logs").is_dir()
+    assert Path("own/model.py").read_bytes() == b"x = 1" and sys.path[:2] == [os.getcwd(), "/modules"]
+    assert Path.cwd() != tmp_path / "command"
+
+
+def test_the_modules_of_a_command_are_its_python_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gtrain.launch.ray import run
+
+    for name in ("model.py", "own/layers.py", "own/data.csv", ".git/hook.py", "venv/lib/big.py", "venv/pyvenv.cfg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert run.modules_below(tmp_path) == {"model.py": b"model.py", "own/layers.py": b"own/layers.py"}
+    monkeypatch.setattr(run, "_MOST_CODE", 10)
+    with pytest.raises(ConfigError, match="its Python files have more than 0 MiB"):
+        run.modules_below(tmp_path)
 
 
 def test_a_job_leaves_a_node_after_the_next_checkpoint_or_shortly_before_its_end(

@@ -1,4 +1,4 @@
-"""Acts on a Ray job from outside of it: ``ray_kill.py NAME ...`` kills actors, ``drain NAME`` drains an actor's node.
+"""Acts on a Ray job from outside of it: ``act.py NAME ...`` kills actors, ``act.py drain NAME`` drains an actor's node.
 
 Prints the names of the actors that lived before.
 """
