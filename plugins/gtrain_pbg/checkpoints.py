@@ -45,14 +45,17 @@ class EpochProgress:
     Attributes:
         epoch: its number, from 0.
         chunk: passes through the buckets that are trained: one for each chunk of each edge set.
+        step: steps after these passes that are trained, on a single machine.
     """
 
     epoch: int
     chunk: int
+    step: int = 0
 
     def write(self, folder: Path) -> None:
         """Write it into a checkpoint."""
-        (folder / PROGRESS).write_text(json.dumps(asdict(self)))
+        content = {name: value for name, value in asdict(self).items() if name != "step" or value}
+        (folder / PROGRESS).write_text(json.dumps(content))
 
     @classmethod
     def read(cls, folder: Path) -> EpochProgress | None:
@@ -60,9 +63,9 @@ class EpochProgress:
         path = folder / PROGRESS
         return cls(**json.loads(path.read_text())) if path.exists() else None
 
-    def first(self, epoch: int) -> int:
-        """Return the chunk with which an epoch starts."""
-        return self.chunk if epoch == self.epoch else 0
+    def of(self, epoch: int) -> EpochProgress:
+        """Return where an epoch starts: here if it is this one, else at its beginning."""
+        return self if epoch == self.epoch else EpochProgress(epoch, 0)
 
 
 def preserve(path: Path, epoch: int, interval: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from gtrain.graph.store import Store
 from gtrain.strategy.group import Group
 from gtrain_pbg.buckets import Bucket, ScheduledBucket, bucket_order
+from gtrain_pbg.checkpoints import EpochProgress
 from gtrain_pbg.config import PBGConfig
 from gtrain_pbg.edges import filled, mixed, passes_of
 from gtrain_pbg.typed import TypedTables
@@ -57,7 +58,7 @@ class Deployment:
         tables: TypedTables,
         shared: Mapping[str, Tensor],
         store: Store,
-        first: Callable[[int], int],
+        start: Callable[[int], EpochProgress],
         limit: int | None,
     ) -> BucketSource:
         """Return the source of the worker's buckets.
@@ -66,14 +67,14 @@ class Deployment:
             tables: of all entity types.
             shared: memory of the machine's workers.
             store: the graph.
-            first: returns the chunk with which an epoch starts.
+            start: returns where an epoch starts.
             limit: ``trainer.limit_train_batches``, as an int.
         """
 
         def order(epoch: int, seed: int) -> list[tuple[Bucket, int]]:
-            return buckets_of(store, self._settings, self.slots, (seed, epoch), first(epoch))
+            return buckets_of(store, self._settings, self.slots, (seed, epoch), start(epoch).chunk)
 
-        return PlannedBuckets(tables, self.group, order, limit)
+        return PlannedBuckets(tables, self.group, order, lambda epoch: start(epoch).step, limit)
 
 
 class PlannedBuckets:
@@ -83,6 +84,7 @@ class PlannedBuckets:
         tables: of all entity types.
         group: the workers; rank 0 moves partitions.
         order: returns the buckets of an epoch with their edge chunks, by its number and the seed.
+        skipped: returns the number of steps of an epoch that are trained already, by its number.
         limit: ``trainer.limit_train_batches``, as an int: the epoch ends with the bucket in which it is reached.
     """
 
@@ -91,9 +93,12 @@ class PlannedBuckets:
         tables: TypedTables,
         group: Group,
         order: Callable[[int, int], list[tuple[Bucket, int]]],
+        skipped: Callable[[int], int],
         limit: int | None = None,
     ) -> None:
         self._tables, self._group, self._order, self._limit = tables, group, order, limit
+        self._skipped = skipped
+        self.skipped = self.offset = 0
         self._leads = group.rank == 0
         self._plan: list[ScheduledBucket] = []
         self._pending: list[Future[None]] = []
@@ -103,8 +108,12 @@ class PlannedBuckets:
         buckets = self._order(epoch, batches.edges.seed)
         if self._limit is not None:
             buckets = batches.within(buckets, self._limit)
+        self.skipped = self.offset = self._skipped(epoch)
+        while buckets and self.offset >= (steps := batches.count(*buckets[0])):
+            self.offset -= steps
+            buckets = buckets[1:]
         self._plan = self._tables.buffer.plan(buckets)
-        return sum(batches.count(bucket, chunk) for bucket, chunk in buckets)
+        return sum(batches.count(bucket, chunk) for bucket, chunk in buckets) - self.offset
 
     def buckets(self) -> Iterator[ScheduledBucket]:
         for scheduled in self._plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -189,7 +189,7 @@ class PBGStrategy(GraphStrategy):
         matmul = settings.matmul if settings.matmul != "auto" else self._choose_matmul(state.recipe, tables.dtype)
         self._training = training = BucketTraining(self.lightning_module, state.recipe, rules, shared, tables, matmul)
         limit = trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else None
-        source = self._deployment.source(tables, shared, state.store, lambda epoch: self._resumed.first(epoch), limit)
+        source = self._deployment.source(tables, shared, state.store, lambda epoch: self._resumed.of(epoch), limit)
         return BucketWorker(
             *(source, training, self._deployment.machine, self._deployment.group),
             clock=lambda: trainer.current_epoch,
@@ -308,6 +308,22 @@ class PBGStrategy(GraphStrategy):
             self._now = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        worker, trainer = self._worker, self.trainer
+        if self._now is None and self.fitting and worker is not None and trainer is not None and not worker.over:
+            if self.num_nodes > 1:
+                raise ConfigError(
+                    "a checkpoint within an epoch was asked for, and the machines of strategy=pbg train different "
+                    "numbers of steps.",
+                    hint="set strategy.num_edge_chunks and strategy.checkpoint_chunks=true instead of "
+                    "every_n_train_steps, or trainer.num_nodes=1.",
+                )
+            start = self._resumed.of(trainer.current_epoch)
+            self._now = replace(start, step=start.step + worker.trained_steps)
+            try:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+            finally:
+                self._now = None
+            return
         super().save_checkpoint(checkpoint, filepath, storage_options)
         interval = self.settings.checkpoint_preservation_interval
         if self.is_global_zero and interval is not None and self._now is None:

@@ -71,9 +71,13 @@ class BucketSource(Protocol):
 
     Attributes:
         done: number of trained edge chunks of the epoch, where a checkpoint may be written before the next one; else 0.
+        skipped: number of steps of the epoch that an interrupted run has trained.
+        offset: those of the first bucket that is left.
     """
 
     done: int
+    skipped: int
+    offset: int
 
     def begin(self, batches: BucketBatches, epoch: int) -> int | None:
         """Start an epoch.
@@ -106,6 +110,7 @@ class BucketWorker:
 
     Attributes:
         over: whether the epoch is over.
+        trained_steps: steps of the epoch that this run has trained.
     """
 
     def __init__(
@@ -122,7 +127,7 @@ class BucketWorker:
         self._clock, self._held_out, self._limit = clock, held_out, limit
         self._epoch: Iterator[Trained] | None = None
         self._steps: int | None = None
-        self.over = True
+        self.over, self.trained_steps = True, 0
 
     @property
     def done(self) -> int:
@@ -131,31 +136,40 @@ class BucketWorker:
 
     def prepare(self, batches: BucketBatches) -> None:
         """Prepare an epoch, whose number may not be known yet."""
-        self._batches, self._epoch, self.over = batches, None, False
+        self._batches, self._epoch, self.over, self.trained_steps = batches, None, False, 0
 
     def begin(self) -> int | None:
         """Start the epoch unless it has started; return its number of steps, or None if that is unknown."""
         if self._epoch is None:
             epoch = self._clock()
             steps = self._source.begin(self._batches, epoch)
-            self._steps = steps if steps is None or self._limit is None else min(steps, self._limit)
+            limit = self._remaining
+            self._steps = steps if steps is None or limit is None else min(steps, limit)
             self._epoch = self._train_epoch(self._batches, epoch)
         return self._steps
+
+    @property
+    def _remaining(self) -> int | None:
+        """Steps that are left of ``limit``."""
+        return None if self._limit is None else max(0, self._limit - self._source.skipped)
 
     def train(self) -> Trained:
         """Train on the batches of the next step."""
         self.begin()
         assert self._epoch is not None
         self._source.done = 0
+        self.trained_steps += 1
         return next(self._epoch, NOTHING)
 
     def _train_epoch(self, batches: BucketBatches, epoch: int) -> Iterator[Trained]:
-        remaining = self._limit
+        remaining, offset = self._remaining, self._source.offset
         for scheduled in self._source.buckets():
             if scheduled is None:
                 yield NOTHING
                 continue
             steps, held = batches.steps_of(scheduled.bucket, scheduled.chunk, epoch)
+            steps = steps[offset:]
+            offset = 0
             if remaining is not None:
                 steps = steps[:remaining]
                 remaining -= len(steps)

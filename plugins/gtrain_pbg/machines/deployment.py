@@ -18,6 +18,7 @@ from gtrain.strategy.group import Group
 from gtrain.strategy.servers import Servers
 from gtrain.wire import Client
 from gtrain_pbg.buckets import ScheduledBucket
+from gtrain_pbg.checkpoints import EpochProgress
 from gtrain_pbg.config import PBGConfig
 from gtrain_pbg.deployment import Deployment
 from gtrain_pbg.machines.folder import PartitionFolder
@@ -120,14 +121,14 @@ class MultiMachineDeployment(Deployment):
         tables: TypedTables,
         shared: Mapping[str, Tensor],
         store: Store,
-        first: Callable[[int], int],
+        start: Callable[[int], EpochProgress],
         limit: int | None,
     ) -> BucketSource:
         settings, clients = self._settings, self._clients("parameter")
         parameters = SharedParameters(tables.in_common(shared), clients, settings.sync_interval, self._silent_seconds)
         as_tree = settings.distributed_tree_init_order and settings.warm_start is None
         groups = self.machine, self._everyone
-        return LeasedBuckets(tables, self.lock, *groups, parameters, first, as_tree, settings.checkpoint_chunks)
+        return LeasedBuckets(tables, self.lock, *groups, parameters, start, as_tree, settings.checkpoint_chunks)
 
     def _miss(self, name: str) -> None:
         role, _, number = name.partition(" ")
@@ -209,7 +210,7 @@ class LeasedBuckets:
         machine: the workers of this machine; the leader is the first.
         everyone: all workers of all machines.
         parameters: that all machines share.
-        first: returns the chunk with which an epoch starts: above 0 when it resumes from a checkpoint.
+        start: returns where an epoch starts: with a chunk above 0 when it resumes from a checkpoint.
         as_tree: whether the first epoch grows as a tree, because the tables start from random vectors.
         pauses: whether all machines wait for each other after each edge chunk, where a checkpoint is written.
     """
@@ -221,24 +222,24 @@ class LeasedBuckets:
         machine: Group,
         everyone: MachinesGroup,
         parameters: SharedParameters,
-        first: Callable[[int], int],
+        start: Callable[[int], EpochProgress],
         as_tree: bool,
         pauses: bool,
     ) -> None:
         self._tables, self._lock, self._machine, self._everyone = tables, lock, machine, everyone
-        self._parameters, self._first, self._as_tree, self._pauses = parameters, first, as_tree, pauses
+        self._parameters, self._start, self._as_tree, self._pauses = parameters, start, as_tree, pauses
         self._leads, self._rounds, self._requests = machine.rank == 0, 0, 0
         self._partitions = LeasedPartitions(tables, self._release)
         self._edges: int | None = None  # edges of the machine's last bucket
         self._round_counts: dict[str, float] = {}  # of the lock server
         self._counts: dict[str, float] = {}
-        self.done = 0
+        self.done = self.skipped = self.offset = 0
 
     def begin(self, batches: BucketBatches, epoch: int) -> None:
         self._batches, self._epoch = batches, epoch
 
     def buckets(self) -> Iterator[ScheduledBucket | None]:
-        passes, first = self._batches.edges.passes, self._first(self._epoch)
+        passes, first = self._batches.edges.passes, self._start(self._epoch).chunk
         self._counts = {}
         for chunk in range(first, passes) if self._pauses else [first]:
             self._begin_round(chunk, chunk + 1 if self._pauses else passes)

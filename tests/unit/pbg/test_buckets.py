@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,7 +173,7 @@ def test_a_limited_epoch_ends_at_the_same_bucket_on_all_workers(
 
     def turns_of(worker: int, limit: int) -> Recorder:
         tables, recorder, group = make_tables(tmp_path / f"{worker}-{limit}", 2), Recorder(), Group(0, 1)
-        source = PlannedBuckets(tables, group, lambda epoch, seed: buckets, limit)
+        source = PlannedBuckets(tables, group, lambda epoch, seed: buckets, lambda epoch: 0, limit)
         trainee = BucketWorker(source, recorder, group, group, lambda: 0, False, limit)  # type: ignore[arg-type]
         turns = iter(EpochSteps(trainee, BucketBatches(edges, 10, torch.arange(4), worker, 2)))
         fetched = next(turns, None)
@@ -194,6 +195,29 @@ def test_a_limited_epoch_ends_at_the_same_bucket_on_all_workers(
         plans.append(([bucket for bucket, _ in found.turns], found.left))
         turns_of(worker, 1)
     assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("limit", [None, 30])
+def test_an_epoch_that_was_interrupted_continues_with_the_next_step(
+    graph: PlantedKGData, tmp_path: Path, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After any step, the first or the last one of a bucket included."""
+    monkeypatch.setattr("gtrain_pbg.worker.STEP_EDGES", 20)
+    edges = BucketEdges(graph.open_store(), 1, 0.0, True, 5, torch.float32)
+    buckets = [(bucket, 0) for bucket in bucket_order("inside_out", 3, 2, 0)]
+
+    def turns_after(step: int) -> list[Any]:
+        tables, recorder, group = make_tables(tmp_path / f"{step}", 2), Recorder(), Group(0, 1)
+        source = PlannedBuckets(tables, group, lambda epoch, seed: buckets, lambda epoch: step, limit)
+        worker = BucketWorker(source, recorder, group, group, lambda: 0, False, limit)  # type: ignore[arg-type]
+        turns = EpochSteps(worker, BucketBatches(edges, 10, torch.arange(4), 0, 1))
+        assert sum(1 for _ in map(lambda _: worker.train(), turns)) == worker.trained_steps and worker.over
+        return recorder.turns
+
+    whole = turns_after(0)
+    assert len({bucket for bucket, _ in whole}) > 1 and (limit is None or len(whole) == limit)
+    for step in range(1, len(whole)):
+        assert turns_after(step) == whole[step:]
 
 
 def test_edge_sets_come_one_after_the_other(tmp_path: Path) -> None:
