@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,19 +28,51 @@ def unknown_monitor(key: str, monitor: str, logged: Iterable[str]) -> ConfigErro
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """Lightning's ``ModelCheckpoint`` with four differences.
+    """Lightning's ``ModelCheckpoint`` with five differences.
 
     1. A resumed run keeps the best checkpoint of the interrupted run. Each run has its folder, and Lightning resets the
        best score when the folder changes: the test would use the best of the remaining epochs, not of all.
     2. ``last.ckpt`` is of the last epoch. Lightning does not update it after an epoch that is not among the best.
     3. An epoch without validation (``check_val_every_n_epoch``) is not compared. Lightning warns of a missing score.
     4. While the monitored score is NaN, the newest epoch is the best. Lightning would keep the first.
+    5. ``every_n_train_steps`` and ``train_time_interval`` write ``last.ckpt`` within epochs, from the first one on; the
+       end of an epoch writes ``last.ckpt`` and ``best.ckpt`` as without them. Lightning would write nothing before the
+       first score and at the ends of epochs, and would take the score of the epoch before for weights within an epoch.
+       Without a monitored score they do what Lightning does.
 
     Attributes:
         best_epoch: the epoch of the best checkpoint; None before the first, and without ``monitor``.
     """
 
     best_epoch: int | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        within_epochs = self._every_n_train_steps > 0 or self._train_time_interval is not None
+        self._saves_within_epochs = within_epochs and self.monitor is not None and bool(self.save_last)
+        if self._saves_within_epochs:
+            self._every_n_epochs = 1
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save the last checkpoint if it is due within the epoch."""
+        if not self._saves_within_epochs:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        elif self._is_due(trainer) and not self._should_skip_saving_checkpoint(trainer):
+            saved = self._last_global_step_saved
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+            # Lightning skips a step that it has saved: the end of the epoch still has to be saved.
+            self._last_global_step_saved = saved
+
+    def _is_due(self, trainer: pl.Trainer) -> bool:
+        if self._train_time_interval is None:
+            return trainer.global_step % self._every_n_train_steps == 0
+        now, before = time.monotonic(), self._last_time_checked
+        due = before is not None and now - before >= self._train_time_interval.total_seconds()
+        if due := bool(trainer.strategy.broadcast(due)):  # clocks of ranks differ
+            self._last_time_checked = now
+        return due
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
         """Return whether this epoch is saved as one of the best."""

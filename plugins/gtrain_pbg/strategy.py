@@ -312,7 +312,7 @@ class PBGStrategy(GraphStrategy):
         if self._now is None and self.fitting and worker is not None and trainer is not None and not worker.over:
             if self.num_nodes > 1:
                 raise ConfigError(
-                    "a checkpoint within an epoch was asked for, and the machines of strategy=pbg train different "
+                    "a checkpoint is due within an epoch, and the machines of strategy=pbg train different "
                     "numbers of steps.",
                     hint="set strategy.num_edge_chunks and strategy.checkpoint_chunks=true instead of "
                     "every_n_train_steps, or trainer.num_nodes=1.",

@@ -122,12 +122,13 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path: Path) 
 def test_a_run_resumes_within_an_epoch(tmp_path: Path) -> None:
     """``every_n_train_steps``: the next epochs are those of a run that was not interrupted."""
     settings = ("strategy.num_partitions=3", "strategy.matmul=float32")
+    saving = "_target_:lightning.pytorch.callbacks.ModelCheckpoint,every_n_train_steps:7,dirpath:often"
+    often = f"+callbacks.often={{{saving}}}"
     whole = train(tmp_path, "whole", *settings, "trainer.max_epochs=3")
-    often = "+callbacks.checkpoint.every_n_train_steps=7"
     train(tmp_path, "first", *settings, "trainer.max_epochs=2", often)
-    checkpoint = tmp_path / "first" / "checkpoints" / "last.ckpt"
+    (checkpoint,) = (tmp_path / "often").glob("*.ckpt")
     assert json.loads((checkpoint / "reached.json").read_text()) == {"epoch": 1, "chunk": 0, "step": 5}
-    resumed = train(tmp_path, "second", *settings, "trainer.max_epochs=3", f"ckpt_path={checkpoint}")
+    resumed = train(tmp_path, "second", *settings, "trainer.max_epochs=3", f"ckpt_path='{checkpoint}'")
     assert losses(resumed)[-1] == losses(whole)[-1]
     assert resumed["metrics"]["test/mrr"] == whole["metrics"]["test/mrr"]
 

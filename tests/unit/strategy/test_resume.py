@@ -6,8 +6,11 @@ And what a run remembers of its epochs: which one each metric is of, and which o
 from __future__ import annotations
 
 import inspect
+import json
 import math
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -101,6 +104,46 @@ def scripted(
     )
     trainer.fit(model, datamodule=data, ckpt_path=checkpoint, **UNPICKLE)
     return recorder, best, strategy
+
+
+class Counting(RunCheckpoint):
+    """Records the epoch and step of each checkpoint by its file's name."""
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        manifest = json.loads((Path(filepath) / "manifest.json").read_text())
+        assert manifest["global_step"] == trainer.global_step
+        self.saved.setdefault(Path(filepath).stem, []).append(trainer.global_step)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("interval", [{"every_n_train_steps": 2}, {"train_time_interval": timedelta(0)}])
+def test_checkpoints_within_epochs_are_the_last_and_not_the_best(tmp_path: Path, interval: dict[str, Any]) -> None:
+    """From the first epoch on, which has no score yet; an epoch has three steps."""
+    settings = {"monitor": "val/acc", "save_last": True, "save_on_train_epoch_end": True}
+    callback = Counting(tmp_path / "c", "best", **settings, **interval)
+    callback.saved = {}
+    data = PlantedData(
+        num_nodes=100, num_edges=600, num_features=4, num_classes=2, batch_size=20, store=str(tmp_path / "s")
+    )
+    pl.seed_everything(0, verbose=False)
+    model = NodeClassifier(sage(hidden_channels=4, num_layers=1, in_channels=4, out_channels=2), 2)
+    trainer = pl.Trainer(
+        strategy=SingleStrategy(),
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        callbacks=[callback],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(model, datamodule=data)
+    steps = trainer.global_step // 2
+    within = [step for step in range(1, 2 * steps + 1) if step % 2 == 0 or "train_time_interval" in interval]
+    assert callback.saved["last"] == sorted([*within, steps, 2 * steps])
+    assert set(callback.saved["best"]) <= {steps, 2 * steps}
 
 
 @pytest.mark.slow
