@@ -141,7 +141,7 @@ class ClusterConfig(Settings):
     kind: str = setting(
         "auto",
         "the launcher of the ranks, see [launchers](launchers.md): `auto`, `local` (gtrain's agent), `torchrun`, "
-        "`mpi`, `slurm`, `manual` or `ray`",
+        "`mpi`, `slurm`, `kubernetes`, `manual` or `ray`",
     )
     rank: int | None = setting(
         None,
@@ -150,8 +150,8 @@ class ClusterConfig(Settings):
     )
     rendezvous: str | None = setting(
         None,
-        "meeting point of processes started by hand, and of several machines with `cluster=mpi`: `tcp://host:port`, on "
-        "the machine with `cluster.rank=0` or of rank 0, or `file:///path` on a shared disk",
+        "meeting point of processes started by hand, of pods, and of several machines with `cluster=mpi`: "
+        "`tcp://host:port`, on the machine with `cluster.rank=0` or of rank 0, or `file:///path` on a shared disk",
     )
     key_file: str | None = setting(
         None, "keys of the job, from `gtrain key`; a job of several machines needs them, or `cluster.isolated`"

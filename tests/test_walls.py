@@ -42,6 +42,7 @@ LIGHT = (
     "gtrain.launch.launchers",
     "gtrain.launch.launchers.base",
     "gtrain.launch.launchers.external",
+    "gtrain.launch.launchers.kubernetes",
     "gtrain.launch.launchers.local",
     "gtrain.launch.launchers.manual",
     "gtrain.launch.launchers.mpi",

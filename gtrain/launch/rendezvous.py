@@ -88,16 +88,19 @@ def parse(text: str | None) -> Rendezvous:
 
 
 @contextlib.contextmanager
-def hold(rendezvous: Rendezvous, secured: bool) -> Iterator[StoreLocation]:
+def hold(rendezvous: Rendezvous, secured: bool, wait_seconds: float = 0.0) -> Iterator[StoreLocation]:
     """Listen at the rendezvous within the context, on the machine with ``cluster.rank=0``.
 
     Args:
         rendezvous: the rendezvous; into a file goes this machine's address, or its loopback address without a key.
         secured: whether this process has a key file.
+        wait_seconds: how long to wait until the host's name is known; a cluster may publish it after the start.
 
     Raises:
         ConfigError: another process listens there, or this machine cannot listen there.
     """
+    if rendezvous.path is None:
+        _await_name(rendezvous.host, wait_seconds)
     with _bound(rendezvous, secured) as listening:
         host, port = listening.getsockname()[:2]
         if rendezvous.path is None:
@@ -178,6 +181,16 @@ def _bound(rendezvous: Rendezvous, secured: bool) -> socket.socket:
             f"cluster.rendezvous={rendezvous.text} was set; cluster.rank=0 cannot listen there: {error.strerror}.",
             hint="start cluster.rank=0 on the machine that the address names.",
         ) from error
+
+
+def _await_name(host: str, seconds: float) -> None:
+    """Wait until a host's name has an address, or the time is over."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(socket.gaierror):
+            socket.getaddrinfo(host, None)
+            return
+        time.sleep(POLL_SECONDS)
 
 
 def _taken(rendezvous: Rendezvous) -> ConfigError:

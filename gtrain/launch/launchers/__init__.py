@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from gtrain.errors import ConfigError
 from gtrain.launch.launchers.base import Launcher
+from gtrain.launch.launchers.kubernetes import Kubernetes
 from gtrain.launch.launchers.local import Local
 from gtrain.launch.launchers.manual import Manual
 from gtrain.launch.launchers.mpi import Mpi
@@ -24,7 +25,7 @@ from gtrain.launch.launchers.slurm import Slurm
 from gtrain.launch.launchers.torchrun import Torchrun
 
 LAUNCHERS: Mapping[str, Launcher] = {
-    launcher.name: launcher for launcher in (Local(), Torchrun(), Mpi(), Slurm(), Manual(), Ray())
+    launcher.name: launcher for launcher in (Local(), Torchrun(), Mpi(), Slurm(), Kubernetes(), Manual(), Ray())
 }
 """Launchers by name, in the order in which :func:`detect` tries them."""
 

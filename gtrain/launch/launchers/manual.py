@@ -47,17 +47,31 @@ class Manual(Launcher):
                 hint=f"number the machines: cluster.rank=0 on one, up to {nodes - 1} (trainer.num_nodes={nodes}).",
             )
         check_shape(nodes, devices, machine)
-        key_file = request.key_file()
-        job = Job(
-            nodes, devices, request.log_dir, machine=machine, roles=request.plans(), config=cfg, key_file=key_file
-        )
+        plans, key_file = request.plans(), request.key_file()
         rendezvous.check_secure(target, key_file is not None)
         request.preflight(request.resolved())
+        attempt = self.continue_job(request)
+        job = Job(
+            *(nodes, devices, request.log_dir),
+            machine=machine,
+            attempt=attempt,
+            roles=plans,
+            config=cfg,
+            key_file=key_file,
+        )
         if machine == 0:
-            with rendezvous.hold(target, key_file is not None) as store:
+            with rendezvous.hold(target, key_file is not None, self.wait_seconds(cfg)) as store:
                 return _run_with_store(store, job, request)
         store = rendezvous.find(target, cfg.cluster.timeout_seconds, key_file is not None)
         return _run_with_store(store, job, request)
+
+    def continue_job(self, request: JobRequest) -> int:
+        """Return how many times the job was started before, and have it continue from the last checkpoint."""
+        return 0
+
+    def wait_seconds(self, cfg: DictConfig) -> float:
+        """Return how long the machine of rank 0 waits for its own name to be known."""
+        return 0.0
 
     def serve(self, request: JobRequest) -> None:
         """``gtrain serve``: run one server in this process until it is stopped or the job is over.

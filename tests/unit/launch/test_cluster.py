@@ -59,7 +59,7 @@ def test_local_may_be_forced_inside_another_launcher() -> None:
 def test_a_launcher_that_did_not_start_the_process_is_refused() -> None:
     with pytest.raises(ConfigError, match="cluster=torchrun was set, but torchrun did not start this process"):
         launchers.resolve("torchrun", {})
-    with pytest.raises(ConfigError, match="launchers are auto, local, torchrun, mpi, slurm"):
+    with pytest.raises(ConfigError, match="launchers are auto, local, torchrun, mpi, slurm, kubernetes"):
         launchers.resolve("carrier-pigeon", {})
 
 
