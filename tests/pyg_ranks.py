@@ -77,7 +77,7 @@ def edge_ids(store: Store, edge_type: Any = None) -> np.ndarray:
 
 
 def orig_ids(store: Store, kind: str | None = None) -> np.ndarray:
-    """By global id, the orig id."""
+    """By global id, the original id."""
     return torch.cat([store.node("orig_id", part, kind) for part in range(store.num_parts)]).numpy()
 
 

@@ -36,6 +36,7 @@ ROWS = 1 << 16
 _VALUES = "values.npy"
 Rows = NDArray[np.float32]
 Writer = Callable[[Path, Rows, Names | None, str], None]
+"""Writes a file of one node type: its path, the rows, the nodes' names, the node type; see :func:`write_parquet`."""
 
 
 class PredictionWriter(pl.Callback):
@@ -51,8 +52,8 @@ class PredictionWriter(pl.Callback):
         path: the file to write; see :func:`check_output`.
         fmt: ``npy``: float [N, D], row i of node i of the source data (NaN for nodes that the data source left out);
             ``parquet``: columns ``id`` (the name, if the data has names), ``values`` (a list of D numbers) and, for
-            scores of classes, ``prediction`` (the best class); ``tsv`` and ``pbg_hdf5``: see
-            :data:`WRITERS`.
+            scores of classes, ``prediction`` (the best class); ``tsv``: see :func:`write_tsv`; ``pbg_hdf5``: see
+            :func:`write_hdf5`.
         store: the graph.
         strategy: its group has the ranks that write.
         embeddings: write embeddings instead of the output of ``predict_step``: the output of the module's
@@ -67,7 +68,7 @@ class PredictionWriter(pl.Callback):
         # The strategy, not its process group, which does not exist yet.
         self._strategy = strategy
         self._rows: BinaryIO | None = None  # float32, batch after batch
-        self._width = 0
+        self._width = 0  # columns
         self._ids: list[Tensor] = []
         self._captured: list[Tensor] = []  # inputs of the last layer
         self._hook: RemovableHandle | None = None
@@ -111,9 +112,9 @@ class PredictionWriter(pl.Callback):
         if self._format == "npy" and "source_nodes" in self._store.facts:
             shape, ids = (self._store.facts["source_nodes"], width), self._source_ids(ids)
         self._write_shared(shape, ids.numpy())
-        classes = not self._embeddings and width == self._store.facts.get("num_classes")
+        has_classes = not self._embeddings and width == self._store.facts.get("num_classes")
         if self._strategy.is_global_zero:
-            self._finish(shape, classes and not self._store.facts.get("multilabel"))
+            self._finish(has_classes and not self._store.facts.get("multilabel"))
         self._strategy.barrier()
 
     def _append(self, rows: Tensor) -> None:
@@ -122,14 +123,16 @@ class PredictionWriter(pl.Callback):
             folder: Path | None = self.path.parent
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError:  # it is a folder of rank 0's machine
+            except (
+                OSError
+            ):  # a folder that only rank 0's machine can create: write to the default folder for temporary files
                 folder = None
             self._rows = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed after the copy
         self._width = rows.size(1)
         self._rows.write(rows.contiguous().numpy().data)
 
     def _saved_rows(self, count: int) -> Rows:
-        """Map the temporary file, ``[count, width]``; None of its rows is in memory."""
+        """Map the temporary file into memory, ``[count, width]``, and close it; pages are read when they are copied."""
         if not count or self._rows is None:
             return np.empty((count, self._width), np.float32)
         self._rows.flush()
@@ -144,7 +147,7 @@ class PredictionWriter(pl.Callback):
         return self._captured[-1]
 
     def _source_ids(self, ids: Tensor) -> Tensor:
-        """Return the source data's ids of nodes, which are their names if the data source left some nodes out."""
+        """Return the source data's ids of nodes. A source that left nodes out stored these ids as names."""
         names = self._store.names(target_type(self._store))
         # A data source with source_nodes names its nodes.
         assert names is not None
@@ -171,7 +174,7 @@ class PredictionWriter(pl.Callback):
             sharing.announce(folder)
         self._strategy.barrier()
         target, rows = sharing.target(folder, _VALUES), self._saved_rows(len(ids))
-        if target == folder:
+        if target == folder:  # this machine sees rank 0's file
             _copy_rows(ids, rows, folder / _VALUES)
         elif rows.size:
             np.save(target / f"ids-{rank}.npy", ids)
@@ -186,7 +189,8 @@ class PredictionWriter(pl.Callback):
         self._strategy.barrier()
         sharing.withdraw(folder)
 
-    def _finish(self, shape: tuple[int, int], classes: bool) -> None:
+    def _finish(self, classes: bool) -> None:
+        """Convert the collected rows to the format, and rename the result to :attr:`path`."""
         values = np.load(self._scratch / _VALUES, mmap_mode="r")
         node_type = target_type(self._store)
         done = self.path.with_name(self.path.name + ".done")
@@ -335,8 +339,8 @@ def write_hdf5(path: Path, values: Rows, names: Names | None, node_type: str) ->
         for first in range(0, len(values), ROWS):
             target[first : first + ROWS] = values[first : first + ROWS]
     (path / f"entity_count_{node_type}_0.txt").write_text(f"{len(values)}\n")
-    every = [str(name) for ids, _ in blocks(values[:, :1], names) for name in ids]
-    (path / f"entity_names_{node_type}_0.json").write_text(json.dumps(every))
+    all_names = [str(name) for ids, _ in blocks(values[:, :1], names) for name in ids]
+    (path / f"entity_names_{node_type}_0.json").write_text(json.dumps(all_names))
 
 
 WRITERS: dict[str, Writer] = {"parquet": write_parquet, "tsv": write_tsv, "pbg_hdf5": write_hdf5}

@@ -32,7 +32,7 @@ def declared() -> dict[str, dict[str, type]]:
         JOB: {"": config.JobConfig},
         "strategy": {name: backend.load_config() for name, backend in backends.usable().items()},
         "data": dict(SCHEMAS),
-        "model": {name: _model(name, text) for name, text in files()["model"].items()},
+        "model": {name: _model_settings(name, text) for name, text in yaml_texts()["model"].items()},
         "trainer": {"": config.TrainerConfig},
         "cluster": {"": config.ClusterConfig, "ray": config.RayClusterConfig},
         "paths": {"": config.PathsConfig},
@@ -40,7 +40,7 @@ def declared() -> dict[str, dict[str, type]]:
 
 
 @cache
-def files() -> dict[str, dict[str, str]]:
+def yaml_texts() -> dict[str, dict[str, str]]:
     """Return the YAML text of each option by group: files of gtrain and the backends, and the launchers' options."""
     texts: dict[str, dict[str, str]] = {"cluster": launchers.options()}
     for package in ("gtrain.conf", *(backend.conf for backend in backends.usable().values())):
@@ -51,7 +51,7 @@ def files() -> dict[str, dict[str, str]]:
     return texts
 
 
-def _model(name: str, text: str) -> type:
+def _model_settings(name: str, text: str) -> type:
     """Return a dataclass of a model's settings.
 
     Its YAML file gives the defaults; the shared dataclasses, or else the comments of the file, give the meanings.
@@ -88,53 +88,58 @@ def explain(topic: str) -> str:
         ConfigError: the setting, group or option does not exist; lists the closest ones.
     """
     group, equals, option = topic.partition("=")
-    if equals and "." not in group and group in (*declared(), *files()):
-        return _option(group, option)
+    if equals and "." not in group and group in (*declared(), *yaml_texts()):
+        return _explain_option(group, option)
     if group in declared() and "" in declared()[group]:
-        return _settings(group, declared()[group][""])
-    if group in declared() or group in files():
+        return _explain_settings(group, declared()[group][""])
+    if group in declared() or group in yaml_texts():
         lines = [f"  {group}={option:<16} {_summary(group, option)}".rstrip() for option in _options(group)]
         return "\n".join([f"{group}=OPTION chooses one of", *lines])
-    return _key(group)  # with a value or without
+    return _explain_key(group)  # the key of KEY or KEY=VALUE
 
 
 def keys() -> list[str]:
     """Return every declared key."""
-    return sorted({_full(group, name) for group, options in declared().items() for name in _fields(*options.values())})
+    return sorted(
+        {_full_key(group, name) for group, options in declared().items() for name in _fields(*options.values())}
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- answers
+# ------------------------------------------------------------------------------------------------------- topics
 
 
 def _overview() -> str:
     lines = ["gtrain explain KEY, GROUP=OPTION or GROUP; such as data.split, strategy=single, trainer", ""]
-    for group in dict.fromkeys([*declared(), *sorted(files())]):
+    for group in dict.fromkeys([*declared(), *sorted(yaml_texts())]):
         lone = declared().get(group, {}).get("")
         names = list(_fields(lone)) if lone else [f"{group}={option}" for option in _options(group)]
         lines.append(_wrapped(", ".join(names), f"  {group:<15} ", " " * 18))
     return "\n".join(lines)
 
 
-def _option(group: str, option: str) -> str:
+def _explain_option(group: str, option: str) -> str:
     options = _options(group)
     if option not in options:
         raise ConfigError(
             f"explain {group}={option} was given; the options of {group} are {', '.join(options)}.",
             hint=messages.did_you_mean(option, options) or f"choose one of these for {group}.",
         )
-    text = files().get(group, {}).get(option, "")
+    text = yaml_texts().get(group, {}).get(option, "")
     if option not in declared().get(group, {}):
         return f"{group}={option}\n\n{text.strip()}"
     title = f"{group}={option}: {_summary(group, option)}"
-    return "\n".join([_wrapped(title, "", "  "), *_sets(text, group), "", _settings(group, declared()[group][option])])
+    settings = _explain_settings(group, declared()[group][option])
+    return "\n".join([_wrapped(title, "", "  "), *_preset_lines(text, group), "", settings])
 
 
-def _settings(group: str, owner: type) -> str:
+def _explain_settings(group: str, owner: type) -> str:
     fields = _fields(owner).values()
-    return "\n".join(line for field in fields for line in _entry(_full(group, field.name), field, _default(field)))
+    return "\n".join(
+        line for field in fields for line in _entry_lines(_full_key(group, field.name), field, _default(field))
+    )
 
 
-def _key(key: str) -> str:
+def _explain_key(key: str) -> str:
     group, _, name = key.rpartition(".")
     options = declared().get(group or JOB, {})
     fields = {option: _fields(owner)[name] for option, owner in options.items() if name in _fields(owner)}
@@ -145,14 +150,15 @@ def _key(key: str) -> str:
         )
         fields = {"": shortcuts[name]} if name in shortcuts else {}
     if not fields:
-        every = keys()
-        namesakes = [other for other in every if other.rpartition(".")[2] == name]
-        hint = f"did you mean {' or '.join(namesakes)}?" if namesakes else None
-        hint = hint or messages.did_you_mean(key, [*every, *declared(), *files()])
+        all_keys = keys()
+        same_name = [other for other in all_keys if other.rpartition(".")[2] == name]
+        hint = f"did you mean {' or '.join(same_name)}?" if same_name else None
+        hint = hint or messages.did_you_mean(key, [*all_keys, *declared(), *yaml_texts()])
         raise ConfigError(
             f"explain {key} was given; no such setting or group exists.",
             hint=hint or "gtrain explain lists the groups and their options.",
         )
+    # Options that declare the key alike share an entry; their defaults may differ.
     declarations: dict[str, list[str]] = {}
     for option, field in fields.items():
         declarations.setdefault(f"{field.metadata.get('help')}{field.metadata.get('words')}", []).append(option)
@@ -163,26 +169,26 @@ def _key(key: str) -> str:
             defaults.setdefault(_default(fields[option]), []).append(option)
         usual = max(defaults, key=lambda value: len(defaults[value]))
         others = [f"{value} with {group}={', '.join(of)}" for value, of in defaults.items() if value != usual]
-        lines += _entry(key, fields[names[0]], "; ".join([usual, *others]))
+        lines += _entry_lines(key, fields[names[0]], "; ".join([usual, *others]))
         if names != [""] and len(names) < len(options):
             lines.append(_wrapped(f"with {group}={', '.join(names)}", "    ", "      "))
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------------------------------- pieces
+# ------------------------------------------------------------------------------------------------------- lines
 
 
-def _entry(key: str, field: dataclasses.Field[Any], default: str) -> Iterator[str]:
+def _entry_lines(key: str, field: dataclasses.Field[Any], default: str) -> Iterator[str]:
     yield _wrapped(f"{key} ({type_of(field)}; {default})", "", "      ")
     if field.metadata.get("help"):
-        yield _wrapped(_plain(field.metadata["help"]), "    ", "    ")
+        yield _wrapped(_without_markdown(field.metadata["help"]), "    ", "    ")
     if limits(field):
         yield f"    {limits(field)}"
     words = field.metadata.get("words")
     if isinstance(words, dict):
         width = max(len(as_typed(word)) for word in words)
         for word, text in words.items():
-            yield _wrapped(f"{as_typed(word):<{width}}  {_plain(text)}", "      ", " " * (8 + width))
+            yield _wrapped(f"{as_typed(word):<{width}}  {_without_markdown(text)}", "      ", " " * (8 + width))
     elif words:
         yield _wrapped(" | ".join(map(as_typed, words)), "      ", "      ")
 
@@ -202,12 +208,12 @@ def _summary(group: str, option: str) -> str:
         return backends.get(option).description
     owner = declared().get(group, {}).get(option)
     if owner is None:
-        comment = re.match(r"(?:# @.*\n)?# (.+)", files()[group][option])
+        comment = re.match(r"(?:# @.*\n)?# (.+)", yaml_texts()[group][option])
         return comment.group(1) if comment else ""
-    return _plain(inspect.cleandoc(owner.__doc__ or "").partition("\n\n")[0])
+    return _without_markdown(inspect.cleandoc(owner.__doc__ or "").partition("\n\n")[0])
 
 
-def _sets(text: str, group: str) -> Iterator[str]:
+def _preset_lines(text: str, group: str) -> Iterator[str]:
     """Yield a line for each setting of other groups that an option's file sets."""
     content = OmegaConf.create(text) if "@package _global_" in text else OmegaConf.create()
     for name, node in content.items():
@@ -220,7 +226,7 @@ def _sets(text: str, group: str) -> Iterator[str]:
 
 
 def _options(group: str) -> list[str]:
-    return sorted({*declared().get(group, ()), *files().get(group, ())} - {""})
+    return sorted({*declared().get(group, ()), *yaml_texts().get(group, ())} - {""})
 
 
 def _fields(*owners: type) -> dict[str, dataclasses.Field[Any]]:
@@ -231,11 +237,11 @@ def _fields(*owners: type) -> dict[str, dataclasses.Field[Any]]:
     return fields
 
 
-def _full(group: str, name: str) -> str:
+def _full_key(group: str, name: str) -> str:
     return name if group == JOB else f"{group}.{name}"
 
 
-def _plain(text: str) -> str:
+def _without_markdown(text: str) -> str:
     """Return Markdown as plain text."""
     return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", " ".join(text.split())).replace("`", "")
 

@@ -140,7 +140,7 @@ class DataConfig(DataSettings):
         if self.neg_sampling is not None and self.task != "link":
             raise ConfigError(
                 f"data.neg_sampling={self.neg_sampling} was set, and data.task={self.task}.",
-                hint="false edges are for data.task=link; set data.neg_sampling=null",
+                hint="negative edges are for data.task=link; set data.neg_sampling=null",
             )
 
 

@@ -74,7 +74,7 @@ def read(arguments: Sequence[str]) -> dict[str, Any]:
         if key == "format" and value not in FORMATS:
             raise ConfigError(f"format={value} was set for gtrain doctor.", hint=f"choose {' or '.join(FORMATS)}.")
         if key.startswith("trainer.") and not (value.isdecimal() and int(value) > 0):
-            raise ConfigError(f"{argument} was set; it must be an integer from 1.", hint=f"set {key}=1.")
+            raise ConfigError(f"{argument} was set; it must be an integer above 0.", hint=f"set {key}=1.")
         settings[key] = int(value) if key.startswith("trainer.") else value
     return settings
 

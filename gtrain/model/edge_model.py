@@ -1,4 +1,4 @@
-"""Base of the models that predict edges: loss, ranks and area under the ROC curve.
+"""Base of the models that predict edges: loss, ranking metrics (MRR, hits) and area under the ROC curve.
 
 A rank is the position of the true answer among all candidates.
 """
@@ -221,34 +221,36 @@ def _counted(spread: Spread, candidates: _Candidates, queries: _Queries, known: 
 
 
 class Auc(Metric):
-    """Probability that a true edge scores higher than a false one, ties counted as 1/2; NaN if either is missing.
+    """Area under the ROC curve; NaN without true edges or without negatives.
+
+    It is the probability that a true edge scores higher than a negative one, ties counted as 1/2.
 
     Torchmetrics' AUROC applies a sigmoid per batch, and only to batches with scores outside 0 .. 1, so that scores of
     different batches or ranks are not comparable.
 
     Shapes:
-        ``update`` takes scores of true edges ``[A]`` and of false ones ``[B]``. A and B may be 0: each rank must call
-        it, since the scores of all ranks are gathered.
+        ``update`` takes scores of true edges ``[A]`` and of negatives ``[B]``. A and B may be 0: each rank must
+        call it, since the scores of all ranks are gathered.
     """
 
     full_state_update = False
     true: list[Tensor]
-    false: list[Tensor]
+    negative: list[Tensor]
 
     def __init__(self) -> None:
         super().__init__()
         self.add_state("true", [], dist_reduce_fx="cat")
-        self.add_state("false", [], dist_reduce_fx="cat")
+        self.add_state("negative", [], dist_reduce_fx="cat")
 
-    def update(self, true: Tensor, false: Tensor) -> None:
+    def update(self, true: Tensor, negative: Tensor) -> None:
         self.true.append(true.detach().double())
-        self.false.append(false.detach().double())
+        self.negative.append(negative.detach().double())
 
     def compute(self) -> Tensor:
-        true, false = dim_zero_cat(self.true).contiguous(), dim_zero_cat(self.false).sort().values
-        # The false scores below each true one, plus those below or equal: ties count 1 of 2.
-        below = torch.searchsorted(false, true) + torch.searchsorted(false, true, right=True)
-        return below.double().sum() / (2 * true.numel() * false.numel())  # 0 / 0 is NaN
+        true, negative = dim_zero_cat(self.true).contiguous(), dim_zero_cat(self.negative).sort().values
+        # The negatives' scores below each true one, plus those below or equal: ties count 1 of 2.
+        below = torch.searchsorted(negative, true) + torch.searchsorted(negative, true, right=True)
+        return below.double().sum() / (2 * true.numel() * negative.numel())  # 0 / 0 is NaN
 
 
 class EdgeModel(OptimizedModule):
@@ -287,10 +289,10 @@ class EdgeModel(OptimizedModule):
         total = weight.sum()
         return log_mean_loss(self, split, (each * weight).sum(), total), total
 
-    def _log_scores(self, split: str, ranks: Iterable[Tensor], true: Tensor, false: Tensor) -> None:
-        """Update the metrics with ranks, and with scores of true and of false edges; each may be empty."""
+    def _log_scores(self, split: str, ranks: Iterable[Tensor], true: Tensor, negative: Tensor) -> None:
+        """Update the metrics with ranks, and with scores of true and of negative edges; each may be empty."""
         auc: Auc = getattr(self, f"{split}_auc")
-        auc.update(true, false)
+        auc.update(true, negative)
         collection: MetricCollection = getattr(self, f"{split}_ranks")
         for values in ranks:
             collection.update(values)

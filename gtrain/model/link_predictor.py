@@ -40,7 +40,7 @@ class LinkPredictor(EdgeModel):
         monitor: the logged value that a ``ReduceLROnPlateau`` scheduler monitors.
 
     Shapes:
-        batch: a graph with ``edge_label_index`` [2, B] and ``dst_neg_index`` [B, num_negatives], the false targets;
+        batch: a graph with ``edge_label_index`` [2, B] and ``dst_neg_index`` [B, num_negatives], the negatives;
         ``edge_label_type`` and ``edge_label_weight`` [B] if edges have relations and weights; ``known_tail_ptr``,
         ``known_tail``, ``known_head_ptr``, ``known_head`` in validation and test. If nodes belong to several ranks, the
         batch has ``spread`` instead of the last four, see :class:`~gtrain.protocols.Spread`; if they are encoded in
@@ -90,10 +90,12 @@ class LinkPredictor(EdgeModel):
         returns batches: together they have each node of the rank once, as ``seeds`` (local ids [S]), and ``input_id``
         [S] is its row in the result. Such a batch does not need a graph itself.
         """
-        parts: NodeBatches | None = entry(batch, "node_batches")
+        node_batches: NodeBatches | None = entry(batch, "node_batches")
         source, _, target = batch.target if isinstance(batch, HeteroData) else ("node", "to", "node")
-        if parts is not None:
-            encoded = {node_type: self._encoded(parts[node_type]()) for node_type in dict.fromkeys((source, target))}
+        if node_batches is not None:
+            encoded = {
+                node_type: self._encoded(node_batches[node_type]()) for node_type in dict.fromkeys((source, target))
+            }
             return encoded[source], encoded[target]
         rows = run_network(self.network, self._inputs, self.encoder, batch)
         return (rows[source], rows[target]) if isinstance(rows, dict) else (rows, rows)
@@ -120,20 +122,20 @@ class LinkPredictor(EdgeModel):
     def _loss(
         self, batch: Batch, embeddings: tuple[Tensor, Tensor], split: str
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the mean loss over the batch's edges, its weight, and the scores of true and of false edges."""
-        true, false = self._scores(batch, embeddings)
-        each = F.softplus(-true) + F.softplus(false).mean(1)
-        loss, weight = self._mean(each, entry(batch, "edge_label_weight"), split)
-        return loss, weight, true, false
+        """Return the mean loss over the batch's edges, its weight, and the scores of true and of negative edges."""
+        true, negative = self._scores(batch, embeddings)
+        losses = F.softplus(-true) + F.softplus(negative).mean(1)
+        loss, weight = self._mean(losses, entry(batch, "edge_label_weight"), split)
+        return loss, weight, true, negative
 
     def _scores(self, batch: Batch, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the scores of the true edges [B], and of those with false targets [B, num_negatives]."""
+        """Return the scores of the true edges [B] and of the negatives [B, num_negatives]."""
         (head, tail), (source, target) = batch.edge_label_index, embeddings
         heads, relation = source[head], entry(batch, "edge_label_type")
-        false = [self.decoder(heads, target[ids], relation) for ids in self._false_targets(batch).unbind(1)]
-        return self.decoder(heads, target[tail], relation), torch.stack(false, dim=1)
+        negative = [self.decoder(heads, target[ids], relation) for ids in self._negative_targets(batch).unbind(1)]
+        return self.decoder(heads, target[tail], relation), torch.stack(negative, dim=1)
 
-    def _false_targets(self, batch: Batch) -> Tensor:
+    def _negative_targets(self, batch: Batch) -> Tensor:
         """Return the batch's ``dst_neg_index``, int64 [B, num_negatives].
 
         Raises:
@@ -145,15 +147,15 @@ class LinkPredictor(EdgeModel):
             actual = "none" if negatives is None else f"dst_neg_index of the shape {list(negatives.shape)}"
             raise ConfigError(
                 f"model.num_negatives={self.num_negatives} was set, and the batch should have dst_neg_index of the "
-                f"shape {list(shape)}, the false targets; it has {actual}.",
+                f"shape {list(shape)}, the negative targets; it has {actual}.",
                 hint="train with one of gtrain's strategies, or set SeedLoader.num_negatives.",
             )
         return negatives
 
     def _evaluate(self, batch: Batch, split: str) -> None:
         embeddings = self(batch)
-        _, _, true, false = self._loss(batch, embeddings, split)
-        self._log_scores(split, self._ranks(batch, embeddings), true, false[:, 0])
+        _, _, true, negative = self._loss(batch, embeddings, split)
+        self._log_scores(split, self._ranks(batch, embeddings), true, negative[:, 0])
 
     def _ranks(self, batch: Batch, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the ranks of the targets and of the sources, float64 [B] each."""
@@ -164,19 +166,19 @@ class LinkPredictor(EdgeModel):
             local = source[: spread.num_own[0]], target[: spread.num_own[1]]
             return spread_ranks(self.decoder, spread, local, (source[head], target[tail]), relation, self.filtered)
 
-        def part(rows: slice) -> Tensor | None:
+        def relation_of(rows: slice) -> Tensor | None:
             return None if relation is None else relation[rows]
 
         known = [entry(batch, name) if self.filtered else None for name in _KNOWN]
         tails = ranks(
-            lambda rows: self.decoder.tails(source[head[rows]], part(rows), target),
+            lambda rows: self.decoder.tails(source[head[rows]], relation_of(rows), target),
             tail,
             known[0],
             known[1],
             target.size(0),
         )
         heads = ranks(
-            lambda rows: self.decoder.heads(target[tail[rows]], part(rows), source),
+            lambda rows: self.decoder.heads(target[tail[rows]], relation_of(rows), source),
             head,
             known[2],
             known[3],
@@ -186,3 +188,4 @@ class LinkPredictor(EdgeModel):
 
 
 _KNOWN = ("known_tail_ptr", "known_tail", "known_head_ptr", "known_head")
+"""Entries of a batch: the known targets of each edge's source, and the known sources of its target, in CSR form."""

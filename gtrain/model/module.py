@@ -1,4 +1,4 @@
-"""Base of the built-in LightningModules: mean loss, optimizers and schedulers.
+"""Base of the built-in LightningModules: mean loss, optimizers and learning-rate schedulers.
 
 Tables may have a separate optimizer, beside that of all other parameters.
 """
@@ -26,10 +26,10 @@ _SPARSE = (RowOptimizer, JointOptimizer, torch.optim.SGD, torch.optim.Adagrad, t
 
 
 class MeanLoss(MeanMetric):
-    """Mean over rows, updated with sums over some of them; unlike in ``MeanMetric``, NaN is not dropped."""
+    """Mean loss over all rows, updated with each batch's sum; unlike in ``MeanMetric``, NaN is not dropped."""
 
     def update(self, total: Tensor, weight: Tensor) -> None:  # type: ignore[override]
-        """Add a step: the sum over its rows, and the sum of their weights, both float64 and 0-dimensional."""
+        """Add a batch: the loss summed over its rows, and the sum of their weights, both float64 and 0-dimensional."""
         self.mean_value.add_(total)
         self.weight.add_(weight)
 
@@ -46,7 +46,7 @@ def log_mean_loss(module: pl.LightningModule, split: str, total: Tensor, weight:
     # 0 / tiny is 0, the loss of a batch without rows.
     loss = total / weight.clamp(min=torch.finfo(weight.dtype).tiny)
     metric: MeanLoss = getattr(module, f"{split}_loss")
-    first = not metric.update_count
+    first = not metric.update_count  # of the epoch
     if metric.dtype != torch.float64:
         # Lightning casts metrics to the run's precision, which would round sums.
         metric.set_dtype(torch.float64)
@@ -99,8 +99,8 @@ def optimizer_of(make_optimizer: MakeOptimizer | None, parameters: Sequence[Para
     kernels per parameter, which take longer than the backward pass of a small network.
     """
     optimizer = (make_optimizer or partial(torch.optim.Adam, lr=0.01))(parameters)
-    plain = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for p in parameters)
-    if type(optimizer) in _FUSED and plain:
+    fusable = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for p in parameters)
+    if type(optimizer) in _FUSED and fusable:
         for group in (optimizer.defaults, *optimizer.param_groups):
             chosen = group["fused"] is not None or group["foreach"] is not None
             if not (chosen or group["capturable"] or group["differentiable"]):

@@ -289,12 +289,12 @@ def _address(x: Tensor) -> int:
 
 
 def _pair_rows(store: Any) -> list[DropoutRows]:
-    """Return the rows of a batch's true edges, and of true and false ones if the batch lists both."""
+    """Return the rows of a batch's true edges, and of true and negative ones if the batch lists both."""
     ids, label = store.edge_label_id, getattr(store, "edge_label", None)
     count = len(ids) if label is None else int((label == 1).sum())
     rows = [DropoutRows("pair", count, lambda: ids[:count])]
     if count < len(ids):
-        # The false edges follow: the first one of each true edge, then the second ones, ...
+        # The negative edges follow: the first one of each true edge, then the second ones, ...
         draw = torch.arange(len(ids), device=ids.device) // max(count, 1)
         rows.append(DropoutRows("pair", len(ids), lambda: ids + (draw << 40)))
     return rows

@@ -36,7 +36,7 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
     Args:
         config: the resolved and validated configuration.
         choices: names of the chosen ``strategy``, ``data`` and ``model``.
-        typed: keys that the command line sets.
+        typed: keys that the user typed on the command line.
 
     Raises:
         GtrainError: the error that a rank would raise later.
@@ -73,8 +73,9 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
     if checkpoint is not None:
         if sketch.sized:
             checkpoints.check_model(checkpoint, sketch.model)
-        elsewhere = type(strategy).making_model is not GraphStrategy.making_model
-        writer = checkpoints.writer_of_tables(checkpoint, sketch.model, strategy.strategy_name, elsewhere)
+        # A strategy that overrides making_model stores the tables' rows itself, outside of the module.
+        stores_rows = type(strategy).making_model is not GraphStrategy.making_model
+        writer = checkpoints.writer_of_tables(checkpoint, sketch.model, strategy.strategy_name, stores_rows)
         if writer is not None and verb == "train":
             raise checkpoints.refuse_training(checkpoint, writer, strategy.strategy_name)
 

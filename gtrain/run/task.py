@@ -115,7 +115,7 @@ def _weight_demand(
 
 @dataclass
 class Task:
-    """One job in one rank."""
+    """The job as one rank runs it."""
 
     config: dict[str, Any]
     choices: dict[str, str]
@@ -135,9 +135,10 @@ class Task:
         strategy.model_name = self.model_name
         # After make_strategy: the baseline includes the strategy's imports.
         memory = PeakMemory()
+        # A restarted rank, or a job whose servers still have its state, continues from there.
         if slots.restarts() or strategy.outlives_job:
             checkpoint = strategy.restart_checkpoint(run_dir) or checkpoint
-        servers = _server_meter(strategy)
+        server_meter = _server_meter(strategy)
         data = data_module(config, strategy.world_size)
         data.weight_demand = partial(_weight_demand, config, strategy.model_name)
         data.zero_demand = partial(_weight_demand, config, strategy.model_name, demand=zero_demand)
@@ -172,11 +173,12 @@ class Task:
         best_possible = {name: value for name, value in store.facts.items() if name.startswith("best_")}
         metrics |= {f"data/{name}": float(value) for name, value in best_possible.items() if value is not None}
         figures = report.rank_figures(strategy.global_rank, memory, recorder, strategy.counters)
-        # Asked now, while every machine still has its servers.
-        server_figures = strategy.servers.figures() if servers else []
+        # Requested now, while every machine still has its servers.
+        server_figures = strategy.servers.figures() if server_meter else []
         gathered = strategy.group.all_gather_object((figures, strategy.servers.traffic, data.preparation_memory))
         ranks = [figures for figures, _, _ in gathered]
-        ranks += servers.ranks(server_figures, [traffic for _, traffic, _ in gathered]) if servers else []
+        if server_meter:
+            ranks += server_meter.ranks(server_figures, [traffic for _, traffic, _ in gathered])
         if strategy.is_global_zero:
             preparation = next((memory for _, _, memory in gathered if memory is not None), None)
             resolved = strategy.resolved_settings()
@@ -199,6 +201,7 @@ class Task:
         return Path(self.config["paths"]["runs"]).absolute()
 
     def make_strategy(self) -> GraphStrategy:
+        """Return the chosen strategy, with its settings."""
         settings = {key: value for key, value in self.config["strategy"].items() if key != "name"}
         return backends.get(self.choices["strategy"]).load_strategy()(**settings)
 

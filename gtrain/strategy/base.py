@@ -206,6 +206,7 @@ class GraphStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
+        """The CPU, or this rank's GPU: the one whose number is the rank's number on its machine."""
         devices = self.parallel_devices or [torch.device("cpu")]
         # simulated machines share this machine's accelerators, although each numbers its local ranks from 0
         agent = agent_environment()

@@ -36,11 +36,13 @@ _OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "min": lambda total, part: torch.minimum(total, part, out=total),
 }
 _SMALL = 1024
+"""Up to this many bytes of content travel in the same message as the shape, see :meth:`Group.all_gather`."""
 _SMALL_SUM = 32 << 10
 """Up to this many bytes ranks exchange whole tensors to sum them; above, each rank sums a part and sends it around."""
 _COLLECTIVE = 1 << 62
 """Added to the number of a collective, so that its tag differs from those of point-to-point messages."""
 _OUTSIDE = -1
+"""The incarnation of a group that this rank has not joined yet."""
 _groups_formed = 0
 
 
@@ -263,7 +265,7 @@ class Group:
         if mesh is not None:
             mesh.close()
 
-    # ------------------------------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------------------------------ algorithms
 
     @property
     def mesh(self) -> Mesh:

@@ -52,7 +52,7 @@ class Servers:
         self._roster = slots.roster()
         self._clients: dict[tuple[str, int], Client] = {}
         self._missing: set[tuple[str, int]] = set()
-        self._figures: dict[tuple[str, int], dict[str, Any]] = {}  # as they were heard last
+        self._figures: dict[tuple[str, int], dict[str, Any]] = {}  # the last ones of each server
         self._before: Traffic = {}
         self.traffic: Traffic = {}  # in training epochs
         counters.meters.append(self)
@@ -142,7 +142,7 @@ class Servers:
     # ------------------------------------------------------------------------------------------ as a meter
 
     def start(self) -> None:
-        """Note what the clients had sent and received before training goes on."""
+        """Training starts or continues: remember what the clients have sent and received so far."""
         self._before = self._counts()
 
     def stop(self) -> None:
@@ -176,10 +176,10 @@ def _wait_for_reply(client: Client, reply: Future[Message], name: str) -> Messag
 
 
 class ServerMeter:
-    """Makes the servers' entries of ``ranks`` in ``summary.json``, on rank 0.
+    """Measures the traffic and CPU time of servers during training, on rank 0, for ``ranks`` in ``summary.json``.
 
-    A server's bytes are those that the workers count in their training epochs, which start and end at different times
-    unknown to the server. Its CPU seconds are those between start and end of the epochs of rank 0.
+    A server's bytes are counted by the workers, each in its own training epochs: these differ between workers, and the
+    server does not know them. Its CPU seconds are those during the training epochs of rank 0.
 
     Args:
         servers: the servers of the job.
@@ -202,7 +202,7 @@ class ServerMeter:
             self._cpu_seconds[index] += now["cpu_seconds"] - (0.0 if restarted else before["cpu_seconds"])
 
     def ranks(self, figures: list[dict[str, Any]], traffic: list[Traffic]) -> list[dict[str, Any]]:
-        """Return the entries.
+        """Return an entry for each server.
 
         Args:
             figures: the servers' last counters; see :meth:`Servers.figures`.

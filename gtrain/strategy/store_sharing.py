@@ -50,7 +50,7 @@ def prepare_shared(data: GraphDataModule, environment: ClusterEnvironment) -> No
     on_first = network.machine_of(rank) == 0
     if on_first:
         data.prepare_data()
-    published = _Published(environment, network, str(_shared))
+    published = _PublishedStore(environment, network, str(_shared))
     if rank == 0:
         published.serve(data.open_store())
     elif not on_first:
@@ -58,7 +58,7 @@ def prepare_shared(data: GraphDataModule, environment: ClusterEnvironment) -> No
 
 
 @dataclass
-class _Published:
+class _PublishedStore:
     """A store that rank 0 publishes."""
 
     environment: ClusterEnvironment
@@ -72,14 +72,14 @@ class _Published:
         server = FileServer(store.path, names, self.network.own_address, self.network.key_file)
         _servers.append(server)
         entry = {"name": store.path.name, "crc": file_crc(store.path / MANIFEST), "address": server.address}
-        self._entries.set(self.key, json.dumps(entry))
+        self._registry.set(self.key, json.dumps(entry))
 
     def open(self, data: GraphDataModule) -> Store:
         """Open the store that rank 0 published, or a replica of it; called on the other machines."""
         entry = self._wait()
-        mine = data.store / entry["name"]
-        if (mine / MANIFEST).is_file() and file_crc(mine / MANIFEST) == entry["crc"]:
-            return Store.open(mine)
+        own = data.store / entry["name"]
+        if (own / MANIFEST).is_file() and file_crc(own / MANIFEST) == entry["crc"]:
+            return Store.open(own)
         return Replica.of(self, data.store, entry["name"])
 
     @property
@@ -94,15 +94,16 @@ class _Published:
         return ServedFolder(self._wait()["address"], self.network.key_file).read(name)
 
     @property
-    def _entries(self) -> Any:
+    def _registry(self) -> Any:
+        """The part of the job's key-value store in which stores are published."""
         return job_store(self.environment).prefixed("gtrain-data")
 
     def _wait(self) -> dict[str, Any]:
         """Wait until rank 0 has published the store, which takes as long as it prepares the store."""
-        start, entries = time.monotonic(), self._entries
+        start, registry = time.monotonic(), self._registry
         while True:
             try:
-                return dict(json.loads(entries.get(self.key, SAY_SECONDS)))
+                return dict(json.loads(registry.get(self.key, SAY_SECONDS)))
             except PeerLostError:
-                if not entries.check([self.key]):  # raises PeerLostError if the store is gone
+                if not registry.check([self.key]):  # raises PeerLostError if the store is gone
                     say_waiting(f"{self.network.name_of(0)} to prepare the data", math.floor(time.monotonic() - start))

@@ -121,7 +121,7 @@ class Server:
         return self
 
     def close(self) -> None:
-        """Stop serving, and wait for the thread of :meth:`start`."""
+        """Stop serving, wait for the thread of :meth:`start`, and close the socket: the loop does it, if one runs."""
         self._closing = True
         if self._listener is None or self._pid != os.getpid():
             return

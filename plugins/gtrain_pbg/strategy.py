@@ -58,13 +58,13 @@ log = logging.getLogger("gtrain")
 
 
 @dataclass
-class Installed:
-    """What a model is trained with on this rank.
+class InstalledModel:
+    """A model whose tables are in partitions, and whose relation parameters are in shared memory.
 
     Attributes:
-        recipe: of the model.
+        recipe: how to compute its training step.
         store: the graph.
-        tables: of all entity types.
+        tables: the tables of all entity types.
         shared: memory of the machine's workers: tables, relation parameters, optimizer state.
     """
 
@@ -94,16 +94,16 @@ class PBGStrategy(GraphStrategy):
 
     def __init__(self, *values: Any, **settings: Any) -> None:
         super().__init__(*values, **settings)
-        self._installed: Installed | None = None
+        self._installed: InstalledModel | None = None
         self._deployment = Deployment(self.settings, self.group)
         self._worker: BucketWorker | None = None
         self._training: BucketTraining | None = None
-        self._cpus: list[str] = []  # the fastest number format of each rank's CPU
-        self._now: EpochProgress | None = None  # while a checkpoint is written within an epoch
-        self._resumed = EpochProgress(0, 0)
+        self._cpu_formats: list[str] = []  # the fastest number format of each rank's CPU
+        self._chunk_progress: EpochProgress | None = None  # set while a checkpoint is written within an epoch
+        self._resume_point = EpochProgress(0, 0)
 
     @property
-    def _state(self) -> Installed:
+    def _state(self) -> InstalledModel:
         assert self._installed is not None
         return self._installed
 
@@ -126,10 +126,12 @@ class PBGStrategy(GraphStrategy):
             tell=self.say if self.speaks else None,
             timeout_seconds=self.timeout_seconds,
         )
-        if self.fitting and self.settings.on_trainer_loss == "continue" and self.node_rank > 0:  # all meet on machine 0
+        # Machine 0 cannot be lost: all ranks meet there.
+        if self.fitting and self.settings.on_trainer_loss == "continue" and self.node_rank > 0:
             self.may_be_lost()
             machines.lock.on_loss(lambda error: self.may_be_lost(not isinstance(error, JobEndedError)))
         self.joined()
+        # From now on the lock server counts this rank's death as the loss of its machine.
         machines.lock.request("stay", {})
         machines.machine = form_group(
             *(environment, self.local_rank, self.num_processes, self.timeout_seconds, self.counters),
@@ -183,13 +185,13 @@ class PBGStrategy(GraphStrategy):
         if rules is not None:
             self._worker = self._make_worker(self._state, rules)
 
-    def _make_worker(self, state: Installed, rules: StepRules) -> BucketWorker:
+    def _make_worker(self, state: InstalledModel, rules: StepRules) -> BucketWorker:
         tables, shared, settings, trainer = state.tables, state.shared, self.settings, self.trainer
         assert trainer is not None
         matmul = settings.matmul if settings.matmul != "auto" else self._choose_matmul(state.recipe, tables.dtype)
         self._training = training = BucketTraining(self.lightning_module, state.recipe, rules, shared, tables, matmul)
         limit = trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else None
-        source = self._deployment.source(tables, shared, state.store, lambda epoch: self._resumed.of(epoch), limit)
+        source = self._deployment.source(tables, shared, state.store, lambda epoch: self._resume_point.of(epoch), limit)
         return BucketWorker(
             *(source, training, self._deployment.machine, self._deployment.group),
             clock=lambda: trainer.current_epoch,
@@ -199,8 +201,8 @@ class PBGStrategy(GraphStrategy):
 
     def _choose_matmul(self, recipe: ModelRecipe, dtype: torch.dtype) -> str:
         """Resolve ``strategy.matmul=auto``, to the same format on all ranks, whose CPUs may differ."""
-        self._cpus = self.group.all_gather_object(fastest_format())
-        chosen = choose_format(recipe, dtype, self._cpus)
+        self._cpu_formats = self.group.all_gather_object(fastest_format())
+        chosen = choose_format(recipe, dtype, self._cpu_formats)
         if self.is_global_zero:
             log.info("strategy.matmul=auto: matrix products in %s", chosen)
         return chosen
@@ -208,7 +210,7 @@ class PBGStrategy(GraphStrategy):
     def resolved_settings(self) -> dict[str, Any]:
         return {} if self._training is None else {"strategy.matmul": self._training.matmul}
 
-    def _make_tables(self, recipe: ModelRecipe, rules: StepRules | None) -> Installed:
+    def _make_tables(self, recipe: ModelRecipe, rules: StepRules | None) -> InstalledModel:
         """Allocate memory for tables, relations and their optimizer state; the machine's leader makes it."""
         assert self.data is not None and self.trainer is not None
         store = self.open_shard(self.data.open_store())
@@ -222,7 +224,7 @@ class PBGStrategy(GraphStrategy):
         run_dir, folder = Path(self.trainer.default_root_dir), self._deployment.folder
         tables = TypedTables(types, nodes, slots, widths, dtype, run_dir / folder, shared, self._leads)
         self._deployment.connect(tables, run_dir, self.is_global_zero)
-        return Installed(recipe, store, tables, shared)
+        return InstalledModel(recipe, store, tables, shared)
 
     def _fill(self, initial_states: tuple[float, float]) -> None:
         """Fill the machine's shared memory with initial values; rank 0 fills the tables too."""
@@ -248,8 +250,8 @@ class PBGStrategy(GraphStrategy):
             parameter.data = parameter.data.clone()
         for layer, table in zip(recipe.tables.values(), self._installed.tables.tables, strict=True):
             # In the order of the source data: the module takes it as it is.
-            whole = table.partitions.count == 1
-            layer.move_back(table.read(0) if whole else layer.weight.new_empty(0, layer.table.dim))
+            one_partition = table.partitions.count == 1
+            layer.move_back(table.read(0) if one_partition else layer.weight.new_empty(0, layer.table.dim))
         self._worker = None
 
     # ------------------------------------------------------------------------------------------ batches
@@ -280,7 +282,7 @@ class PBGStrategy(GraphStrategy):
         return {"loss": module.log_training(pair[0], pair[1])}
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Nothing: the step has computed and applied the gradients."""
+        """Do nothing: the step has computed and applied the gradients."""
         return closure_loss
 
     def optimizer_step(
@@ -301,11 +303,11 @@ class PBGStrategy(GraphStrategy):
         folder = getattr(trainer and trainer.checkpoint_callback, "dirpath", None)
         if not self.settings.checkpoint_chunks or not chunk or trainer is None or folder is None:
             return
-        self._now = EpochProgress(trainer.current_epoch, chunk)
+        self._chunk_progress = EpochProgress(trainer.current_epoch, chunk)
         try:
             trainer.save_checkpoint(Path(folder) / "last.ckpt")
         finally:
-            self._now = None
+            self._chunk_progress = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         worker, trainer = self._worker, self.trainer
@@ -317,7 +319,7 @@ class PBGStrategy(GraphStrategy):
                     hint="set strategy.num_edge_chunks and strategy.checkpoint_chunks=true instead of "
                     "every_n_train_steps, or trainer.num_nodes=1.",
                 )
-            start = self._resumed.of(trainer.current_epoch)
+            start = self._resume_point.of(trainer.current_epoch)
             self._now = replace(start, step=start.step + worker.trained_steps)
             try:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -326,7 +328,7 @@ class PBGStrategy(GraphStrategy):
             return
         super().save_checkpoint(checkpoint, filepath, storage_options)
         interval = self.settings.checkpoint_preservation_interval
-        if self.is_global_zero and interval is not None and self._now is None:
+        if self.is_global_zero and interval is not None and self._chunk_progress is None:
             preserve(Path(filepath), int(checkpoint["epoch"]), interval)
 
     def shard_files(self, folder: Path) -> None:
@@ -334,13 +336,13 @@ class PBGStrategy(GraphStrategy):
             state, module = self._installed, self.lightning_module
             assert module is not None
             state.tables.save(folder)
-            if self._now is not None:
-                self._now.write(folder)
+            if self._chunk_progress is not None:
+                self._chunk_progress.write(folder)
             save_states(folder, state.shared, state.recipe)
             matmul = None if self._training is None else self._training.matmul
             describe(folder, state.store, state.tables, relations_of(module, state.recipe), matmul)
 
-    def _keep_matmul(self, folder: Path, training: BucketTraining) -> None:
+    def _adopt_matmul(self, folder: Path, training: BucketTraining) -> None:
         """With ``strategy.matmul=auto``, continue in the number format of the checkpoint, whatever this CPU is."""
         recorded, warns = matmul_of(folder), self.is_global_zero
         if recorded == training.matmul or "float64" in (recorded, training.matmul):
@@ -351,7 +353,7 @@ class PBGStrategy(GraphStrategy):
                 log.warning(text, folder, recorded, training.matmul)
             return
         training.use(recorded)
-        slowest = min(self._cpus, key=FORMATS.index)
+        slowest = min(self._cpu_formats, key=FORMATS.index)
         if warns and FORMATS.index(recorded) > FORMATS.index(slowest):
             text = "%s was trained with strategy.matmul=%s, and the run continues with it. Not all CPUs of this run "
             text += "have fast instructions for it. HINT: strategy.matmul=%s is faster here, and rounds differently."
@@ -376,8 +378,8 @@ class PBGStrategy(GraphStrategy):
         self._state.tables.load(folder)
         check_numbering(folder, self._state.store)
         if self.fitting and self._training is not None:
-            self._keep_matmul(folder, self._training)
-        self._resumed = EpochProgress.read(folder) or self._resumed
+            self._adopt_matmul(folder, self._training)
+        self._resume_point = EpochProgress.read(folder) or self._resume_point
         if self._leads:
             load_states(folder, self._state.shared)
         self.group.barrier()

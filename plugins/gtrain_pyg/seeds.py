@@ -41,7 +41,7 @@ class SeedFields:
         entries: entries of the batch as a whole: ``seeds``, ``batch_size``.
         input_id: int64 ``[s]``, positions among the seeds that the rank draws from.
         time: int64 ``[s]``, of each seed; None without times.
-        edges: the true and false edges that the batch scores, by local ids; None if seeds are nodes.
+        edges: the true and negative edges that the batch scores, by local ids; None if seeds are nodes.
     """
 
     target: NodeOrEdgeType
@@ -278,14 +278,14 @@ def _split_rows(store: Store, split: str, part: int, node_type: str) -> Tensor:
 class LinkSeeds(SeedSource):
     """Edges of the type that is predicted.
 
-    The roots are the endpoints of the true and of the false edges, each node once in the order of first occurrence:
-    sources, then targets, then endpoints of false edges. With disjoint subgraphs (and so with times) a node is a root
-    once for each of its edges.
+    The roots are the endpoints of the true and of the negative edges, each node once in the order of first occurrence:
+    sources, then targets, then endpoints of negative edges. With disjoint subgraphs (and so with times) a node is a
+    root once for each of its edges.
 
     Args:
         edges: the edges that the rank draws from.
         edge_type: their type.
-        negatives: draws false edges; None adds none.
+        negatives: draws negative edges; None adds none.
         order: int64 ``[count]``, the position in ``edges`` of each seed; None keeps the order.
         total: seeds of all ranks.
         owner: see :class:`SeedSource`.
@@ -333,7 +333,7 @@ class LinkSeeds(SeedSource):
         return SeedFields(self.edge_type, entries, step.seeds, local.extra.get("time") if self._timed else None, local)
 
     def scored(self, step: Step) -> ScoredEdges:
-        """Return the true and false edges of a step by global ids."""
+        """Return the true and negative edges of a step by global ids."""
         chosen = step.seeds if self._order is None else self._order[step.seeds]
         edge_id = self.edges.edge_id(chosen)
         edges = replace(self.edges.select(chosen), edge_id=edge_id)
@@ -363,7 +363,7 @@ def link_seeds(
     """Return the seeds of a loader over edges, without communication.
 
     Args:
-        loader: names the store and the split, and configures false edges.
+        loader: names the store and the split, and configures negative edges.
         group: the ranks; rank p owns part p and the edges that point at its nodes.
         all_ranks: take the edges of all ranks, in the order of the source data.
         timed: restrict a subgraph to what is earlier than its edge.

@@ -21,6 +21,7 @@ from gtrain.strategy.row_exchange import request_rows
 from gtrain_sar.constants import Constants
 
 PIECE_BYTES = 8 << 20
+"""Largest size of a piece."""
 LEAST_BYTES = 1 << 19
 """Size of the first and last pieces: small, so that the transfer starts early and little work is left at its end."""
 _ALIGNED = 64  # bytes
@@ -62,8 +63,10 @@ class Packet:
     def rows_within(self, k: int, size: int) -> int:
         """Return the number of rows of tensor k that start within the first ``size`` bytes."""
         tensor = self.pieces[k]
-        row = tensor[:1].nbytes
-        return min(max(-(-(size - self.starts[k]) // row), 0), len(tensor)) if row else len(tensor)
+        row_bytes = tensor[:1].nbytes
+        if not row_bytes:
+            return len(tensor)
+        return min(max(-(-(size - self.starts[k]) // row_bytes), 0), len(tensor))
 
 
 class PendingExchange:
@@ -105,10 +108,11 @@ class PendingExchange:
     def rows(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the rows of the single received tensor as they arrive: the number of the first one, and the rows."""
         (rows,) = self._pieces
-        whole, row = self._dtypes is not None or not rows.numel(), rows[:1].nbytes
+        # Rows that are converted to another dtype, or that are empty, come as a whole.
+        whole, row_bytes = self._dtypes is not None or not rows.numel(), rows[:1].nbytes
         first = 0
         for size in self._arriving():
-            if not whole and (until := size // row) > first:
+            if not whole and (until := size // row_bytes) > first:
                 yield first, rows[first:until]
                 first = until
         if whole:
@@ -337,8 +341,8 @@ def stream(
     caches = [None if exchange.constants is None else exchange.constants.blocks(tensor) for exchange, tensor in rows]
     rounds = rows[0][0].rounds
     # Tensors whose blocks are not cached yet; the others need no message.
-    live = [i for i, cache in enumerate(caches) if cache is None or len(cache) < rounds - 1]
-    fetches = _Fetches([rows[i] for i in live], produce)
+    uncached = [i for i, cache in enumerate(caches) if cache is None or len(cache) < rounds - 1]
+    fetches = _Fetches([rows[i] for i in uncached], produce)
     ahead = rounds if window is None else window
     fetches.post(ahead)
     if produce is not None:
@@ -347,7 +351,7 @@ def stream(
     yield 0, [tensor for _, tensor in rows]
     for r in range(1, rounds):
         fetches.post(r)
-        fetched = dict(zip(live, fetches.take(), strict=True))
+        fetched = dict(zip(uncached, fetches.take(), strict=True))
         # After the sent buffers of round r are freed.
         fetches.post(r + ahead)
         for i, block in fetched.items():
@@ -397,8 +401,8 @@ class _HaloRows(torch.autograd.Function):
     def forward(ctx: Any, exchanges: list[HaloExchange], *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.exchanges = exchanges
         rows = list(zip(exchanges, tensors, strict=True))
-        count_needed(rows)
-        count_needed([pair for pair, need in zip(rows, ctx.needs_input_grad[1:], strict=True) if need])
+        count_needed(rows)  # forward
+        count_needed([pair for pair, need in zip(rows, ctx.needs_input_grad[1:], strict=True) if need])  # backward
         outs = concatenated_blocks(rows)
         ctx.mark_non_differentiable(*(out for out in outs if not out.is_floating_point()))
         return tuple(outs)

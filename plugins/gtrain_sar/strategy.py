@@ -183,7 +183,7 @@ def _columns(tensors: dict[str, Tensor]) -> str:
 
 
 class LinkBatches:
-    """One batch of true and false edges per epoch. In training the false edges differ between epochs.
+    """One batch of true and negative edges per epoch. In training the negatives differ between epochs.
 
     Args:
         graph: the shard as a batch.

@@ -1,1 +1,1 @@
-"""Batches: the seeds of each step, false edges, and what a strategy has to know to draw neighbours."""
+"""Batches: the seeds of each step, negative edges, and what a strategy has to know to sample neighbours."""

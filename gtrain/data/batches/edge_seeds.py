@@ -26,7 +26,7 @@ class EdgeSeeds:
         known: the edges of all splits, which filtered ranking excludes; None on the train split.
         edge_type: the edge type of a heterogeneous graph; None in a homogeneous one.
         edge_id: int64 ``[S]``, positions among the split's edges of the source data.
-        negatives: draws false edges; None: the batch has no false edges.
+        negatives: draws negative edges; None: the batch has none.
     """
 
     index: Tensor
@@ -40,7 +40,7 @@ class EdgeSeeds:
         return self.index.size(1)
 
     def select(self, chosen: Tensor, epoch: int = 0) -> ScoredEdges:
-        """Return the chosen seeds with their false edges.
+        """Return the chosen seeds with their negative edges.
 
         Args:
             chosen: int64 ``[B]``, positions in this split.
@@ -122,7 +122,7 @@ def edge_seeds(graph: Data | HeteroData, store: Store, split: str, negatives: Ne
         graph: the whole graph, its nodes in the order of the global ids.
         store: where the held-out edges are.
         split: ``train``: every edge that messages pass along; ``val`` or ``test``: the held-out edges.
-        negatives: draws their false edges; None: the batches have no false edges.
+        negatives: draws their negative edges; None: the batches have none.
     """
     edge_type: EdgeType | None = None
     if isinstance(graph, HeteroData):

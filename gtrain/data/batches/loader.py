@@ -46,9 +46,9 @@ class SeedLoader:
         seed: seed of the order; epoch e is shuffled with ``seed + e``.
         epoch: number of the next epoch, advanced by each iteration; see :meth:`next_epoch`.
         task: ``node``: seeds are nodes; ``link``: seeds are edges, except for ``predict``, whose seeds are all nodes.
-        num_negatives: false targets for each edge that a batch scores, ``dst_neg_index``; 0: none. A strategy sets it
-            to the ``num_negatives`` of the module that it trains, see :meth:`draw_negatives`.
-        sampling: how a sampling strategy draws neighbours, and which false edges the batches have for a user's module.
+        num_negatives: negatives of each edge that a batch scores, ``dst_neg_index``; 0: none. A strategy sets it to
+            the ``num_negatives`` of the module that it trains, see :meth:`draw_negatives`.
+        sampling: how a sampling strategy draws neighbours, and which negative edges a user's module gets.
         clock: returns the number of the next epoch if the caller counts epochs.
     """
 
@@ -120,7 +120,7 @@ class SeedLoader:
             )
 
     def sampling_options(self, hops: int | None = None) -> SamplingOptions:
-        """Return what a sampling strategy draws from this store.
+        """Return the settings of neighbour sampling from this store.
 
         Args:
             hops: layers of message passing in the model; None: unknown.
@@ -144,22 +144,22 @@ class SeedLoader:
         return node_seeds(graph, self.split)
 
     def draw_negatives(self, count: int | None) -> None:
-        """Set the number of false targets drawn for each edge to the module's ``num_negatives``; None means 0.
+        """Set the number of negative targets drawn for each edge to a module's ``num_negatives``; None means 0.
 
         Raises:
             ConfigError: ``data.neg_sampling`` was set too.
         """
-        form = self.sampling.neg_sampling
-        if count is not None and form is not None and self.seeds_are_edges:
+        mode = self.sampling.neg_sampling
+        if count is not None and mode is not None and self.seeds_are_edges:
             raise ConfigError(
-                f"data.neg_sampling={form} was set, and the model draws false targets by itself, "
+                f"data.neg_sampling={mode} was set, and the model draws negatives by itself, "
                 f"model.num_negatives={count} for each edge.",
                 hint="set data.neg_sampling=null; it is for modules of your own.",
             )
         self.num_negatives = count or 0
 
     def negatives(self) -> Negatives | None:
-        """Return the generator of false edges for the split's batches; None without false edges."""
+        """Return the sampler of negative edges for the split's batches; None without negatives."""
         form, ratio = self.sampling.neg_sampling, self.sampling.neg_sampling_ratio
         amount = ratio if form is not None else self.num_negatives
         if not self.seeds_are_edges or not amount:
@@ -189,7 +189,7 @@ class SeedLoader:
 
         Args:
             graph: every node and edge.
-            seeds: what :meth:`seeds` returned for it, so that it is computed once for all epochs; None computes it.
+            seeds: what :meth:`seeds` returned for it, computed once for all epochs; None computes them.
         """
         self.refuse_sampling("this strategy draws no neighbours")
         epoch = self.next_epoch()
@@ -249,7 +249,7 @@ def full_batch(shard: GraphShard, split: str, dtype: torch.dtype | None = None) 
         dtype: of ``x`` and floating-point edge data; None: as stored.
 
     Returns:
-        What :func:`graph_batch` returns, and
+        What :func:`graph_batch` returns, with
 
         * ``seeds`` int64 ``[s]``, local ids of the owned nodes that are in the split, ascending (``predict``: all
           owned nodes). **A batch's loss and metrics are over these nodes only.** A rank may have none;
@@ -267,7 +267,7 @@ def split_batch(batch: Batch, split: str) -> Batch:
 
 
 def hetero_shard_batch(shard: HeteroShard, store: Store, dtype: torch.dtype | None = None) -> HeteroData:
-    """Return a typed shard as a ``HeteroData`` with every tensor of ``node_data`` and ``edge_data``, and
+    """Return a typed shard as a ``HeteroData`` with every tensor of ``node_data`` and ``edge_data``, and with
 
     * ``edge_index`` int64 ``[2, E]`` of each edge type, local ids (sources owned or halo, targets owned);
     * ``num_nodes`` n of each node type, the number of owned nodes and of rows of its ``x``;
@@ -289,7 +289,7 @@ def hetero_shard_batch(shard: HeteroShard, store: Store, dtype: torch.dtype | No
 
 
 def graph_batch(shard: GraphShard, dtype: torch.dtype | None = None) -> Data:
-    """Return a shard as a ``Data`` with every tensor of ``node_data`` and ``edge_data``, and
+    """Return a shard as a ``Data`` with every tensor of ``node_data`` and ``edge_data``, and with
 
     * ``edge_index`` int64 ``[2, E]``, local ids (sources up to n+h-1, targets up to n-1);
     * ``num_nodes`` n, the number of owned nodes and of rows of ``x``;
@@ -307,7 +307,7 @@ def graph_batch(shard: GraphShard, dtype: torch.dtype | None = None) -> Data:
 
 
 def hetero_batch(graph: HeteroData, store: Store, dtype: torch.dtype | None = None) -> HeteroData:
-    """Return a whole heterogeneous graph as a batch: a copy without held-out edges, and with
+    """Return a whole heterogeneous graph as a batch: a copy without held-out edges, with
 
     * ``n_id`` int64 ``[n]`` of each node type, global ids;
     * ``target``, the node type that the labels belong to (str).

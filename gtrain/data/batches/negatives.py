@@ -1,8 +1,8 @@
 """Negative sampling with counter-based random numbers, independent of strategy, partitioning, ranks and batches.
 
-The k-th false target of an edge is a function of the seed, the split, the epoch, the edge's position in the source
-data and k. It is uniform over the *orig ids* of the node type, so that it does not depend on the partitioning.
-Validation and test have the same false edges in every epoch. A false edge may by chance be a true one, as in PyG.
+The k-th negative target of an edge is a function of the seed, the split, the epoch, the edge's position in the source
+data and k. It is uniform over the *original ids* of the node type, so that it does not depend on the partitioning.
+Validation and test have the same negative edges in every epoch. A negative edge may by chance be a true one, as in PyG.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _TRIES = 8  # draws to find a node that exists at the time of its edge
 
 
 class Negatives:
-    """Draws false ends of edges.
+    """Draws the endpoints of negative edges.
 
     Args:
         store: the graph.
         edge_type: the edges' type; None means the only one.
         split: ``train``, ``val`` or ``test``.
         seed: of the random numbers.
-        amount: false edges per true edge, above 0; an integer unless the form is ``binary``.
+        amount: negative edges per true edge, above 0; an integer unless the form is ``binary``.
         form: see :class:`~gtrain.data.batches.scored_edges.ScoredEdges`.
-        time: name of the node tensor with times. A false end then exists at the time of its edge, if the edge has one:
-            later nodes are drawn again, a few times, and at last replaced by the earliest node. None: no times.
+        time: name of the node tensor with times. If the edge has a time, a node that is later than it
+            is drawn again, a few times, and at last replaced by the earliest node. None: no times.
 
     Raises:
         ConfigError: the form is unknown, or the amount is not a valid number of edges.
@@ -58,7 +58,7 @@ class Negatives:
         self._ends = tuple(_End(store, kind, time) for kind in (source, target))
 
     def __call__(self, edges: ScoredEdges, edge_id: Tensor, epoch: int) -> ScoredEdges:
-        """Return true edges together with false ones.
+        """Return true edges together with negative ones.
 
         Args:
             edges: true ones.
@@ -68,15 +68,15 @@ class Negatives:
         draws, time = math.ceil(self.amount), edges.extra.get("time")
         targets = self._draw(1, edge_id, epoch, draws, time)
         if self.form != "binary":
-            return replace(edges, form=self.form, false_target=targets, edge_id=edge_id)
+            return replace(edges, form=self.form, negative_target=targets, edge_id=edge_id)
         total = math.ceil(edge_id.numel() * self.amount)
         sources = self._draw(0, edge_id, epoch, draws, time)
         # The first draw of every edge, then the second, ..., cut off at a fraction of the last round.
         flat = [drawn.t().reshape(-1)[:total] for drawn in (sources, targets)]
-        return replace(edges, form=self.form, false_source=flat[0], false_target=flat[1], edge_id=edge_id)
+        return replace(edges, form=self.form, negative_source=flat[0], negative_target=flat[1], edge_id=edge_id)
 
     def _draw(self, side: int, edge_id: Tensor, epoch: int, draws: int, time: Tensor | None) -> Tensor:
-        """Return the global ids of false sources (side 0) or false targets (side 1), ``[B, draws]``."""
+        """Return the global ids of negative sources (side 0) or negative targets (side 1), ``[B, draws]``."""
         split = _SPLITS.index(self.split)
         words = (self.seed, split, epoch if self.split == "train" else 0, side)
         end = self._ends[side]
@@ -94,7 +94,7 @@ class Negatives:
 
 
 class _End:
-    """The node type at one end of the edges, from which false ends are drawn."""
+    """The node type at one end of the edges, from which negatives are drawn."""
 
     def __init__(self, store: Store, kind: str, time: str | None) -> None:
         self._ids, self._count = GlobalIds(store, kind), store.num_nodes_of(kind)
@@ -118,7 +118,7 @@ class _End:
 
     @cached_property
     def earliest(self) -> int:
-        """The node with the earliest time; of several, the one with the lowest orig id."""
+        """The node with the earliest time; of several, the one with the lowest original id."""
         everyone = torch.cat(self._times)
         first = (everyone == everyone.min()).nonzero().flatten()
         return int(first[torch.cat(self._ids.orig_ids)[first].argmin()])
@@ -133,7 +133,7 @@ def check_negatives(form: str | None, amount: float) -> None:
     if form is not None and form not in FORMS:
         raise ConfigError(
             f"data.neg_sampling={form} was set.",
-            hint="choose binary (false edges, edge_label 1 and 0), triplet (false targets), or null.",
+            hint="choose binary (negative edges, edge_label 1 and 0), triplet (negative targets), or null.",
         )
     if not amount > 0 or math.isinf(amount):
         raise ConfigError(
@@ -142,6 +142,6 @@ def check_negatives(form: str | None, amount: float) -> None:
         )
     if form != "binary" and amount != int(amount):
         raise ConfigError(
-            f"data.neg_sampling_ratio={amount} was set; a triplet has a whole number of false targets.",
+            f"data.neg_sampling_ratio={amount} was set; a triplet has a whole number of negative targets.",
             hint="set a whole number, or data.neg_sampling=binary.",
         )

@@ -35,8 +35,8 @@ class Sampling:
         temporal_strategy: ``uniform`` or ``last``: no neighbour is later than its seed; None: times do not matter.
         time_attr: ``time`` (of nodes) or ``edge_time``; None: the first of them that the graph has.
         weight_attr: the edge tensor that neighbours are drawn in proportion to; None: all are equally likely.
-        neg_sampling: ``binary`` or ``triplet``: false edges in the batch, for models that draw none; None: none.
-        neg_sampling_ratio: false edges per true edge.
+        neg_sampling: ``binary`` or ``triplet``: negative edges in the batch, for models that draw none; None: none.
+        neg_sampling_ratio: negative edges per true edge.
 
     Raises:
         ConfigError: a word is unknown, or settings contradict each other.
@@ -190,9 +190,9 @@ def seed_time(store: Store, options: SamplingOptions, kind: str | EdgeType) -> s
     what = "edges" if edges else "nodes"
     what += "" if kind in (NODE_TYPE, EDGE_TYPE) else f" {words(kind)}"
     raise DataError(
-        f"data.temporal_strategy={options.temporal} was set, and the seeds, {what}, have no times of their own "
-        f"({name}).",
-        hint="set data.temporal_strategy=null, or give the source these times.",
+        f"data.temporal_strategy={options.temporal} was set, which needs the times of seeds; the seeds are {what}, and "
+        f"the data have no {name}.",
+        hint=f"set data.temporal_strategy=null, or use a data source with {name}.",
     )
 
 

@@ -1,4 +1,4 @@
-"""The true and false edges that a batch of a link task scores, by the names that models read."""
+"""The edges that a batch of a link task scores, true and negative ones, by the names that models read."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ FORMS = ("binary", "triplet")
 
 @dataclass(frozen=True)
 class ScoredEdges:
-    """B true edges of a batch and their false edges, by the batch's local ids, or by global ids while it is built.
+    """B true edges of a batch and their negative edges, by the batch's local ids, or by global ids while it is built.
 
     Attributes:
-        source, target: int64 ``[B]``, ends of the true edges.
+        source, target: int64 ``[B]``, endpoints of the true edges.
         extra: ``type`` int64 (relation), ``weight`` (float) and ``time`` int64, those that the data has, ``[B]`` each.
         form: one of :data:`FORMS`; None: that of :class:`~gtrain.model.link_predictor.LinkPredictor`.
-        false_target: int64 ``[B, K]``, K false targets of each edge; for ``binary`` int64 ``[M]``, the targets of M
-            false edges; None: no false edges.
-        false_source: int64 ``[M]``, the sources of the M false edges of ``binary``; None for other forms.
+        negative_target: int64 ``[B, K]``, K negative targets of each edge; for ``binary`` int64 ``[M]``, the targets of
+            M negative edges; None: no negative edges.
+        negative_source: int64 ``[M]``, the sources of the M negative edges of ``binary``; None for other forms.
         edge_id: int64 ``[B]``, positions of the true edges among the split's in the source data.
     """
 
@@ -32,32 +32,36 @@ class ScoredEdges:
     target: Tensor
     extra: dict[str, Tensor]
     form: str | None = None
-    false_target: Tensor | None = None
-    false_source: Tensor | None = None
+    negative_target: Tensor | None = None
+    negative_source: Tensor | None = None
     edge_id: Tensor | None = None
 
     def at_sources(self) -> Tensor:
-        """Return the ids of all sources, ``[B + M]``: of the true edges, then of the false ones."""
-        return self.source if self.false_source is None else torch.cat([self.source, self.false_source])
+        """Return the ids of all sources, ``[B + M]``: of the true edges, then of the negative ones."""
+        return self.source if self.negative_source is None else torch.cat([self.source, self.negative_source])
 
     def at_targets(self) -> Tensor:
-        """Return the ids of all targets, ``[B + M]``: of the true edges, then of the false ones.
+        """Return the ids of all targets, ``[B + M]``: of the true edges, then of the negative ones.
 
-        Of K false targets of each edge, the first of all edges come first, then the second, and so on.
+        Of K negative targets of each edge, the first of all edges come first, then the second, and so on.
         """
-        if self.false_target is None:
+        if self.negative_target is None:
             return self.target
-        return torch.cat([self.target, self.false_target.t().reshape(-1) if self._by_edge else self.false_target])
+        return torch.cat([self.target, self.negative_target.t().reshape(-1) if self._by_edge else self.negative_target])
 
     def renumbered(self, sources: Tensor, targets: Tensor) -> ScoredEdges:
         """Return the same edges with other ids, which are in the order of :meth:`at_sources` and :meth:`at_targets`."""
         count = self.source.numel()
-        false_target = None if self.false_target is None else targets[count:]
-        if false_target is not None and self._by_edge and self.false_target is not None:
-            false_target = false_target.view(self.false_target.size(1), count).t()
-        false_source = None if self.false_source is None else sources[count:]
+        negative_target = None if self.negative_target is None else targets[count:]
+        if negative_target is not None and self._by_edge and self.negative_target is not None:
+            negative_target = negative_target.view(self.negative_target.size(1), count).t()
+        negative_source = None if self.negative_source is None else sources[count:]
         return replace(
-            self, source=sources[:count], target=targets[:count], false_target=false_target, false_source=false_source
+            self,
+            source=sources[:count],
+            target=targets[:count],
+            negative_target=negative_target,
+            negative_source=negative_source,
         )
 
     def entries(self) -> dict[str, Tensor]:
@@ -66,11 +70,11 @@ class ScoredEdges:
         Returns:
             Without a form: ``edge_label_index`` int64 ``[2, B]``; ``edge_label_type``, ``edge_label_weight`` and
             ``edge_label_time`` ``[B]``, those that the data has; ``edge_label_id`` ``[B]``, the position of each edge
-            among the split's in the source data; and with false targets ``dst_neg_index`` int64 ``[B, K]``.
+            among the split's in the source data; and with negatives ``dst_neg_index`` int64 ``[B, K]``.
 
             For ``binary``, as in PyG: ``edge_label_index`` ``[2, B + M]``, ``edge_label`` ``[B + M]`` (1 true, 0
-            false), and the others ``[B + M]``: a false edge has the relation, weight, time and id of the true edge that
-            it was drawn for.
+            negative), and the others ``[B + M]``: a negative edge has the relation, weight, time and id of its true
+            edge.
 
             For ``triplet``, as in PyG: ``src_index`` and ``dst_pos_index`` ``[B]``, and ``dst_neg_index`` ``[B, K]``,
             or ``[B]`` if K is 1.
@@ -78,13 +82,13 @@ class ScoredEdges:
         named = {f"edge_label_{name}": value for name, value in self.extra.items()}
         if self.edge_id is not None:
             named["edge_label_id"] = self.edge_id
-        if self.form == "triplet" and self.false_target is not None:
-            false = self.false_target.squeeze(1) if self.false_target.size(1) == 1 else self.false_target
-            return {"src_index": self.source, "dst_pos_index": self.target, "dst_neg_index": false} | named
+        if self.form == "triplet" and self.negative_target is not None:
+            negative = self.negative_target.squeeze(1) if self.negative_target.size(1) == 1 else self.negative_target
+            return {"src_index": self.source, "dst_pos_index": self.target, "dst_neg_index": negative} | named
         if self.form == "binary":
             return self._binary(named)
         entries = {"edge_label_index": torch.stack([self.source, self.target])} | named
-        return entries if self.false_target is None else entries | {"dst_neg_index": self.false_target}
+        return entries if self.negative_target is None else entries | {"dst_neg_index": self.negative_target}
 
     def put_into(self, batch: Data | HeteroData, edge_type: EdgeType | None) -> None:
         """Set the entries of a batch; with a form, those of a ``HeteroData`` go to the types where PyG has them.
@@ -99,11 +103,11 @@ class ScoredEdges:
 
     @property
     def _by_edge(self) -> bool:
-        return self.false_source is None
+        return self.negative_source is None
 
     def _binary(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         count, total = self.source.numel(), self.at_sources().numel()
-        # False edges follow in rounds of one per true edge.
+        # Negative edges follow in rounds of one per true edge.
         owner = torch.arange(total) % max(count, 1)
         label = (torch.arange(total) < count).to(torch.float)
         index = torch.stack([self.at_sources(), self.at_targets()])

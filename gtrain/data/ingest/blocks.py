@@ -98,13 +98,18 @@ def _blocks(path: Path, raw: IO[bytes], stream: IO[bytes] | gzip.GzipFile, block
 
 
 def _line_ends(text: bytes, end: int) -> int:
-    returns = text.count(b"\r", 0, end)
-    # CR LF is one line end: it was counted as an LF and as a CR.
-    return text.count(b"\n", 0, end) + (returns and returns - text.count(b"\r\n", 0, end))
+    """Count the line ends before position ``end``."""
+    num_cr = text.count(b"\r", 0, end)
+    # CR LF is one line end: it was counted as an LF and as a CR. Most files have no CR, and need no third count.
+    alone = num_cr - text.count(b"\r\n", 0, end) if num_cr else 0
+    return text.count(b"\n", 0, end) + alone
 
 
 def first_lines(path: Path, comments: str, count: int) -> list[tuple[int, str]]:
-    """Return (line number, line) of the first ``count`` lines that are neither blank nor comments."""
+    """Return (line number, line) of the first ``count`` lines that are neither blank nor comments.
+
+    Bytes that are not UTF-8 become U+FFFD, so that messages can print the line.
+    """
     lines = (line for block in read_blocks(path, 1 << 16) for line in block.lines(comments))
     return [
         (number, line.encode(errors="surrogateescape").decode(errors="replace"))

@@ -147,7 +147,7 @@ class IdTypes:
         """Return the types, given which roles' columns hold integers; ``ids`` is the setting ``data.ids``."""
         if ids == "auto":
             ids = "int" if is_integer["source"] and is_integer["target"] else "string"
-        relation = {True: "int", False: "string"}.get(is_integer.get("relation"))  # type: ignore[arg-type]
+        relation = ("int" if is_integer["relation"] else "string") if "relation" in is_integer else None
         return cls(ids, relation, "weight" in is_integer)
 
 
@@ -226,9 +226,11 @@ def split_fields(line: str, separator: str, location: str) -> list[str]:
         return re.findall(r"[^ \t]+", line)
     if separator == "\t" or '"' not in line:
         return [field.strip(" \t") for field in line.split(separator)]
+    # A field in quotes, or one that does not start with a quote, each with the separator before it. The possessive *+
+    # keeps blanks before a quote out of the second form.
     pattern = rf'(?:^|[{separator}])[ \t]*+(?:"([^"]*)"[ \t]*|((?!")[^{separator}]*))(?=[{separator}]|$)'
     cells = list(re.finditer(pattern, line))
-    if sum(len(cell[0]) for cell in cells) < len(line):
+    if sum(len(cell[0]) for cell in cells) < len(line):  # a part of the line matches neither form
         raise DataError(
             f"{location}: a quote inside quotes, or one that is not closed: {line.strip()[:60]!r}",
             hint="write each field without quotes or in one pair of quotes, or separate the columns by tabs, where "

@@ -62,10 +62,10 @@ class PlantedModel(PlantedParameters):
 
     def _check_density(self) -> None:
         sizes = self.class_sizes.tolist()
-        room_inside = sum(n * (n - 1) // 2 for n in sizes)
-        room_between = math.comb(self.num_nodes, 2) - room_inside
+        pairs_inside = sum(n * (n - 1) // 2 for n in sizes)
+        pairs_between = math.comb(self.num_nodes, 2) - pairs_inside
         regions = ("inside classes", "between classes")
-        for pairs, limit, region in zip(self.pairs, (room_inside, room_between), regions, strict=True):
+        for pairs, limit, region in zip(self.pairs, (pairs_inside, pairs_between), regions, strict=True):
             if pairs > limit:
                 raise ConfigError(
                     f"data.num_edges={self.num_edges} and data.homophily={self.homophily:g} ask for {pairs} node "

@@ -61,7 +61,7 @@ class NodeFiles:
         """
         labels, x = self._labels(), self._features()
         counts = {} if num_nodes is None else {f"data.num_nodes={num_nodes}": num_nodes}
-        return NumberedNodes(self, x, labels, self._count(x, labels, counts))
+        return NumberedNodes(self, x, labels, self._agreed_count(x, labels, counts))
 
     def read_named(self, names: pa.LargeStringArray) -> tuple[Tensor | None, Tensor | None]:
         """Return features ``[N, F]`` and labels ``[N]`` of nodes with names.
@@ -72,7 +72,7 @@ class NodeFiles:
             DataError: a file is malformed, or does not match the nodes.
         """
         x, y = self._features(names), self._labels(names)
-        self._count(x, y, {"data.path": len(names)})
+        self._agreed_count(x, y, {"data.path": len(names)})
         # Text labels of named nodes are looked up by name.
         assert not isinstance(y, NumberTable)
         return x, y
@@ -109,13 +109,15 @@ class NodeFiles:
         table = read_table(path, integers=None, header=True, widths=(1, 2))
         return table if len(table.columns) == 2 else torch.from_numpy(table.columns[0].astype(np.int64))
 
-    def _count(self, x: Tensor | None, labels: Tensor | NumberTable | None, counts: dict[str, int]) -> int | None:
+    def _agreed_count(
+        self, x: Tensor | None, labels: Tensor | NumberTable | None, counts: dict[str, int]
+    ) -> int | None:
         """Return N after checking that all files agree on it; None if only the largest id determines it.
 
         Args:
-            x: features.
-            labels: labels.
-            counts: N by the option that sets it, where one does.
+            x: features ``[N, F]``.
+            labels: labels ``[N]``, or a table, which may omit nodes.
+            counts: N by the setting that states it; empty if none does.
         """
         rows = {f"data.features={self.features}": x, f"data.labels={self.labels}": labels}
         counts = counts | {key: value.size(0) for key, value in rows.items() if isinstance(value, Tensor)}

@@ -131,7 +131,7 @@ class LibsvmData(RowData[LibsvmConfig]):
         for rows, ids in zip(files, labels, strict=True):
             if (position := first_true((ids < 0) | (ids >= width))) is not None:
                 raise DataError(
-                    f"{_label(rows, position)}; the labels of rows with several are 0..{width - 1}",
+                    f"{_label(rows, position)}; labels of rows that may have several are 0..{width - 1}",
                     hint="number the labels from 0; data.num_classes may be set larger",
                 )
         counts = np.concatenate([np.diff(rows.label_ptr) for rows in files])

@@ -116,7 +116,10 @@ class TemporalData(GraphDataModule[TemporalConfig]):
 
 
 def _compact(events: Events, column: Any) -> tuple[Ints, Any]:
-    """Return the number of each id, and the names of the numbers; None if the ids are 0..N-1 already."""
+    """Number ids 0..N-1. Return the number of each id, and the id of each number as its name.
+
+    The names are None if the ids are 0..N-1 already.
+    """
     try:
         ids = pc.cast(column, pa.int64()).to_numpy().copy()
     except pa.ArrowInvalid:  # not all are integers
@@ -193,7 +196,7 @@ def read_events(path: Path, time_column: int, features: slice | None) -> Events:
     separator, skipped, width = _layout(text, path)
     columns = _columns(width, time_column, features, path)
     table = _parse(text, separator, width, columns, skipped, path)
-    names = [str(column) for column in columns]
+    names = [str(column) for column in columns]  # source, target, time, features
     matrix = np.stack([table[name].to_numpy() for name in names[3:]], axis=1) if len(names) > 3 else None
     events = Events(path, table["0"], table["1"], table[names[2]].to_numpy().copy(), matrix, skipped)
     _check(events)
@@ -266,6 +269,7 @@ def _columns(width: int, time_column: int, features: slice | None, path: Path) -
 
 
 def _parse(text: bytes, separator: str, width: int, columns: list[int], skipped: int, path: Path) -> Any:
+    """Return the chosen columns as a pyarrow table, whose columns are named by their positions."""
     types = {"0": pa.string(), "1": pa.string(), **{str(column): pa.float32() for column in columns[3:]}}
     body = _normalise(text, separator)
     # Integers first: float64 would round large times.

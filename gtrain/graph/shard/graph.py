@@ -18,7 +18,7 @@ from gtrain.graph.store.manifest import EdgeType
 class GraphShard(ShardNodes):
     """One part of a homogeneous graph, with the edges that point at its nodes.
 
-    :class:`~gtrain.graph.shard.nodes.ShardNodes` defines global, local and orig ids, and documents ``part``,
+    :class:`~gtrain.graph.shard.nodes.ShardNodes` defines global, local and original ids, and documents ``part``,
     ``num_parts``, ``offsets``, ``blocks``, ``block_ptr`` and ``halo``. With n owned nodes, h halo nodes and E_p edges:
 
     Attributes:

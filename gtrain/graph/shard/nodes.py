@@ -1,4 +1,4 @@
-"""Local numbering of a part's nodes: the nodes it owns and the halo that its edges read."""
+"""Find the halo of a part, and number its nodes locally: the nodes it owns, then the halo that its edges read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ShardNodes:
 
     Three id spaces occur. A *global id* is a node's number in the store, ``0 .. N-1``, contiguous per part; each node
     type has a separate numbering. A *local id* is a node's number in this shard: first the nodes that the part owns,
-    then the *halo* (the remote nodes that its edges read), owner by owner. An *orig id* is a node's number in the
+    then the *halo* (the remote nodes that its edges read), owner by owner. An *original id* is a node's number in the
     source data. With P parts, n owned nodes and h halo nodes:
 
     Attributes:

@@ -34,10 +34,10 @@ class EdgeView:
     """Input of the sort.
 
     Attributes:
-        source: source of each edge, ``[E]``, orig ids.
-        target: target of each edge, ``[E]``, orig ids.
-        source_ids: global id of each source by orig id; None if they are equal.
-        target_ids: global id of each target by orig id; None if they are equal.
+        source: source of each edge, ``[E]``, original ids.
+        target: target of each edge, ``[E]``, original ids.
+        source_ids: global id of each source by original id; None if they are equal.
+        target_ids: global id of each target by original id; None if they are equal.
         num_sources: number of nodes of the sources' type.
         num_targets: number of nodes of the targets' type.
         time: time of each edge, ``[E]``, the first sort key of a column; None if edges have no times.
@@ -60,7 +60,7 @@ class EdgeView:
         return len(self.source) * (2 if self.symmetric else 1)
 
     def pieces(self) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yield pieces of the edges: position of the first, sources (orig ids, int64), targets (global ids, int64)."""
+        """Yield pieces of the edges: position of the first, sources (original ids), targets (global ids), both int64."""
         for number, rows in enumerate(chunks(0, len(self.source)), start=1):
             source = _mapped(self.source[rows], None)
             target = _mapped(self.target[rows], self.target_ids)
@@ -208,13 +208,13 @@ class SortedColumns:
 
 
 def _mapped(ids: Array, table: Array | None) -> Ints:
-    """Return global ids (int64) of orig ids."""
+    """Return global ids (int64) of original ids."""
     # A copy, since numba compiles a kernel again for read-only arrays, such as those of a memory map.
     return np.array(ids if table is None else table[ids], dtype=np.int64)
 
 
 def _map_in_place(ids: Ints, table: Array | None) -> None:
-    """Replace orig ids by global ids, in place."""
+    """Replace original ids by global ids, in place."""
     if table is not None:
         for rows in chunks(0, ids.size):
             ids[rows] = table[ids[rows]]

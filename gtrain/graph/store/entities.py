@@ -24,7 +24,7 @@ class EntityType:
 
     Attributes:
         name: name of the type.
-        first: orig id of its first entity.
+        first: original id of its first entity.
         count: number of its entities.
     """
 

@@ -1,4 +1,4 @@
-"""String dictionaries on disk: the names of graph nodes or relations, by orig id."""
+"""String dictionaries on disk: the names of graph nodes or relations, by original id."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIELDS = ("offsets", "bytes", "hashes", "order")
 
 
 class Names:
-    """A memory-mapped string dictionary: the names of the ids ``0 .. n-1`` (orig ids, or relations).
+    """A memory-mapped string dictionary: the names of the ids ``0 .. n-1`` (original ids, or relations).
 
     Args:
         offsets: int64 ``[n + 1]``; name i is the UTF-8 bytes ``offsets[i] .. offsets[i+1]-1``.
@@ -122,9 +122,10 @@ def write_names(ledger: Ledger, key: str, names: Any, expected: int | None) -> i
         )
     offsets = np.zeros(count + 1, dtype=np.int64)
     hashes = np.empty(count, dtype=np.uint64)
-    for first, piece, data in _pieces(names):
-        offsets[first + 1 : first + len(piece)] = offsets[first] + piece[1:]
-        hashes[first : first + len(piece) - 1] = _hashes(piece, data)
+    for first, piece_offsets, data in _pieces(names):
+        end = first + len(piece_offsets) - 1
+        offsets[first + 1 : end + 1] = offsets[first] + piece_offsets[1:]
+        hashes[first:end] = _hashes(piece_offsets, data)
     order = np.argsort(hashes, kind="stable").astype(np.int32 if count < 2**31 else np.int64)
     with ledger.open(names_file(key, "bytes"), np.uint8, (int(offsets[-1]),)) as file:
         for _, _, data in _pieces(names):

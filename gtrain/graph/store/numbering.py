@@ -21,8 +21,8 @@ class Numbering:
 
     Attributes:
         offsets: first global id of each part, and N, ``[P + 1]`` int64.
-        orig_id: orig id of each global id, ``[N]`` int64; None if they are equal.
-        global_id: global id of each orig id, ``[N]`` int32 or int64; None if they are equal.
+        orig_id: original id of each global id, ``[N]`` int64; None if they are equal.
+        global_id: global id of each original id, ``[N]`` int32 or int64; None if they are equal.
     """
 
     offsets: Ints
@@ -62,21 +62,21 @@ class Numbering:
         return int(self.offsets[part]), int(self.offsets[part + 1])
 
     def originals(self, start: int, stop: int) -> Ints:
-        """Return the orig ids of the global ids ``start .. stop-1``."""
+        """Return the original ids of the global ids ``start .. stop-1``."""
         return np.arange(start, stop) if self.orig_id is None else self.orig_id[start:stop]
 
     def owners(self) -> NDArray[Any]:
-        """Return the part of each node by orig id, ``[N]`` uint16 or int64."""
+        """Return the part of each node by original id, ``[N]`` uint16 or int64."""
         parts = np.arange(self.num_parts, dtype=np.uint16 if self.num_parts <= 2**16 else np.int64)
         return self._by_orig_id(np.repeat(parts, np.diff(self.offsets)))
 
     def within(self) -> NDArray[Any]:
-        """Return the offset of each node within its part by orig id, ``[N]`` int32 or int64."""
+        """Return the offset of each node within its part by original id, ``[N]`` int32 or int64."""
         numbers = np.arange(self.num_nodes, dtype=index_dtype(self.num_nodes))
         return self._by_orig_id(numbers - np.repeat(self.offsets[:-1].astype(numbers.dtype), np.diff(self.offsets)))
 
     def globals(self, ids: NDArray[Any]) -> Ints:
-        """Return the global ids of orig ids."""
+        """Return the global ids of original ids."""
         return np.asarray(ids if self.global_id is None else self.global_id[ids], dtype=np.int64)
 
     def _by_orig_id(self, values: NDArray[Any]) -> NDArray[Any]:
@@ -89,7 +89,7 @@ def index_dtype(count: int) -> np.dtype[Any]:
 
 
 class GlobalIds:
-    """Maps orig ids of one node type to global ids, by binary search in each part.
+    """Maps original ids of one node type to global ids, by binary search in each part.
 
     Args:
         store: the graph; ``orig_id`` stays memory-mapped. A part whose ``orig_id`` does not ascend (its nodes are in
@@ -106,7 +106,7 @@ class GlobalIds:
         self._sorters = [None if bool((ids[1:] > ids[:-1]).all()) else ids.argsort() for ids in self.orig_ids]
 
     def __call__(self, orig_id: Tensor) -> Tensor:
-        """Return the global ids, int64, of orig ids of any shape, all of which must be in the graph."""
+        """Return the global ids, int64, of original ids of any shape, all of which must be in the graph."""
         # torch.searchsorted copies a strided column and warns, at each call.
         orig_id = orig_id.contiguous()
         global_id = torch.empty_like(orig_id)

@@ -24,8 +24,8 @@ class EdgeArrays:
 
     Attributes:
         num_nodes: N.
-        source: source of each edge, ``[E]`` int32 or int64, orig ids ``0 .. N-1``.
-        target: target of each edge, ``[E]`` int32 or int64, orig ids ``0 .. N-1``.
+        source: source of each edge, ``[E]`` int32 or int64, original ids ``0 .. N-1``.
+        target: target of each edge, ``[E]`` int32 or int64, original ids ``0 .. N-1``.
         edge_tensors: further edge tensors, ``[E, ...]``, by name (``edge_type``, ``edge_weight``...).
         node_tensors: node tensors, ``[N, ...]``, by name; a sparse one as ``torch.sparse_csr``.
         held_out: held-out edges by ``val`` and ``test``: ``source``, ``target`` and tensors named as in
@@ -57,7 +57,7 @@ class CsrArrays:
 
 @dataclass
 class NodeTable:
-    """The nodes of one type: their number N, and their tensors ``[N, ...]`` by name, in the order of the orig ids."""
+    """The nodes of one type: their number N, and their tensors ``[N, ...]`` by name, in order of original ids."""
 
     num_nodes: int
     tensors: dict[str, Array | CsrArrays]
@@ -69,8 +69,8 @@ class EdgeTable:
 
     Attributes:
         edge_type: type of the sources, relation, type of the targets.
-        source: orig ids, ``[E]`` int32 or int64.
-        target: orig ids, ``[E]`` int32 or int64.
+        source: original ids, ``[E]`` int32 or int64.
+        target: original ids, ``[E]`` int32 or int64.
         tensors: further edge tensors, ``[E, ...]``.
         held_out: by split, ``source``, ``target`` and further tensors of the held-out edges.
     """

@@ -65,7 +65,7 @@ def write_store(
         partitioner: name of the partitioning method, for the manifest.
         seed: seed of the partitioning method, for the manifest.
         names: string dictionaries by node type (``node`` in a homogeneous graph) or ``relation``: sequences of str or
-            pyarrow arrays of strings, by orig id.
+            pyarrow arrays of strings, by original id.
         buckets: also store the edges by pairs of parts, for :meth:`~gtrain.graph.store.Store.bucket`.
 
     Raises:

@@ -34,7 +34,7 @@ from gtrain.protocols import entry
 
 
 class KGEmbedding(EdgeModel):
-    """A vector for each node and an operator for each relation, so that true edges score higher than false ones.
+    """A vector for each node and an operator for each relation, so that true edges score higher than negative ones.
 
     It is PyTorch-BigGraph's model (Lerer et al. 2019). The score of (head, relation, tail) compares the head with the
     tail transformed by the relation's operator. With ``reciprocal`` (PyTorch-BigGraph's dynamic relations) an edge has
@@ -346,8 +346,8 @@ class KGEmbedding(EdgeModel):
     def _evaluate(self, batch: Data, split: str) -> None:
         edges = self._edges(batch)
         self._loss(edges, split, ChunkDraws(entry(batch, "random_key") or 0))  # the same negatives every epoch
-        true, false = self._scored(edges, edges.tail), self._scored(edges, self._drawn(edges, batch.seeds))
-        self._log_scores(split, self._ranks(batch, edges), true, false)
+        true, negative = self._scored(edges, edges.tail), self._scored(edges, self._drawn(edges, batch.seeds))
+        self._log_scores(split, self._ranks(batch, edges), true, negative)
 
     def _drawn(self, edges: Triples, seeds: Tensor) -> Tensor:
         """Draw a false tail per edge, of the true tail's type, [B]; it depends on the edge's position in the split."""

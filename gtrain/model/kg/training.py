@@ -122,24 +122,24 @@ def by_relation(relation: Tensor, chunk_size: int) -> EdgeChunks:
 
 
 def ranking(margin: float) -> LossFunction:
-    """Return a loss: the sum over negatives of ``max(0, margin - true + false)``."""
+    """Return a loss: the sum over negatives of ``max(0, margin - true + negative)``."""
 
-    def loss(true: Tensor, false: Tensor) -> Tensor:
+    def loss(true: Tensor, negative: Tensor) -> Tensor:
         # relu(-inf) = 0, so masked negatives add nothing
-        return (false - true.unsqueeze(-1) + margin).relu().sum(-1)
+        return (negative - true.unsqueeze(-1) + margin).relu().sum(-1)
 
     return loss
 
 
-def logistic(true: Tensor, false: Tensor) -> Tensor:
-    """Return ``softplus(-true)`` plus the mean of ``softplus(false)`` over the negatives."""
-    count = torch.isfinite(false).sum(-1).clamp(min=1)
-    return F.softplus(-true) + F.softplus(false).sum(-1) / count
+def logistic(true: Tensor, negative: Tensor) -> Tensor:
+    """Return ``softplus(-true)`` plus the mean of ``softplus(negative)`` over the negatives."""
+    count = torch.isfinite(negative).sum(-1).clamp(min=1)
+    return F.softplus(-true) + F.softplus(negative).sum(-1) / count
 
 
-def softmax(true: Tensor, false: Tensor) -> Tensor:
+def softmax(true: Tensor, negative: Tensor) -> Tensor:
     """Return the cross-entropy of classifying the true edge among itself and its negatives."""
-    return torch.cat([true.unsqueeze(-1), false], dim=-1).logsumexp(-1) - true
+    return torch.cat([true.unsqueeze(-1), negative], dim=-1).logsumexp(-1) - true
 
 
 def make_loss(name: str, margin: float) -> LossFunction:
@@ -229,7 +229,7 @@ class TrainingLoss:
 
     Args:
         scores: of edges.
-        loss: of true and false scores.
+        loss: of the scores of true edges and negatives.
         negatives: sampling of negatives.
         n3: weight of the regularizer.
         sizes: entities of the heads' type and of the tails' type.
@@ -313,8 +313,8 @@ class TrainingLoss:
             losses.append(self._tail_loss(heads, relation, tails, more_tails, (head, tail), every_tail, chunks))
         if self.negatives.heads:
             queries = self._queries(self.scores.head_queries, tails, relation)
-            false = self._negative_scores(queries, heads, more_heads, head, every_head, chunks)
-            losses.append(self._side_loss(queries, heads, tails, false, head == tail))
+            negative = self._negative_scores(queries, heads, more_heads, head, every_head, chunks)
+            losses.append(self._side_loss(queries, heads, tails, negative, head == tail))
         if self.n3:
             flat = (heads.flatten(0, 1), relation.flatten(), tails.flatten(0, 1))
             losses.append(self.n3 * self.scores.n3_norm(*flat).view(head.shape))
@@ -352,8 +352,8 @@ class TrainingLoss:
             tails, more = transformed[:, :chunk_size], transformed[:, chunk_size:]
             if everything is not None:
                 everything = self.scores.tail_candidates(everything.expand(len(tails), -1, -1), relation[:, 0])
-        false = self._negative_scores(queries, tails, more, ids[1], everything, chunks)
-        return self._side_loss(queries, tails, heads, false, ids[0] == ids[1])
+        negative = self._negative_scores(queries, tails, more, ids[1], everything, chunks)
+        return self._side_loss(queries, tails, heads, negative, ids[0] == ids[1])
 
     def _queries(self, transform: Callable[[Tensor, Tensor], Tensor], rows: Tensor, relation: Tensor) -> Tensor:
         """Return queries ``[C, m, D]``, each transformed by its relation; static relations are one per chunk."""
@@ -373,17 +373,17 @@ class TrainingLoss:
         if everything is not None:
             return self.scores.all_pairs(queries, everything).scatter(-1, ids.unsqueeze(-1), -torch.inf)
         if self.negatives.batch:
-            false = self.scores.all_pairs(queries, torch.cat([answers, more], dim=1))
-            return false.masked_fill(~chunks.negative_mask(more.size(1)), -torch.inf)
+            negative = self.scores.all_pairs(queries, torch.cat([answers, more], dim=1))
+            return negative.masked_fill(~chunks.negative_mask(more.size(1)), -torch.inf)
         return self.scores.all_pairs(queries, more)
 
-    def _side_loss(self, queries: Tensor, answers: Tensor, given: Tensor, false: Tensor, loop: Tensor) -> Tensor:
-        """Return the loss ``[C, m]`` of the answers against false scores, and with ``self_negs`` the given ends."""
+    def _side_loss(self, queries: Tensor, answers: Tensor, given: Tensor, negative: Tensor, loop: Tensor) -> Tensor:
+        """Return the loss ``[C, m]`` of the answers against negatives, with ``self_negs`` also the given ends."""
         true = self.scores.pairs(queries, answers)
         if self.negatives.self_negs:
             given_scores = self.scores.pairs(queries, given).masked_fill(loop, -torch.inf)
-            false = torch.cat([false, given_scores.unsqueeze(-1)], dim=-1)
-        return self.loss(true, false)
+            negative = torch.cat([negative, given_scores.unsqueeze(-1)], dim=-1)
+        return self.loss(true, negative)
 
 
 class RelationGroup(nn.Module):
@@ -393,7 +393,7 @@ class RelationGroup(nn.Module):
         spec: of the group.
         entities: all types.
         comparator, reciprocal, bias, init_scale: see :class:`~gtrain.model.kg.scores.EdgeScores`.
-        loss: of true and false scores.
+        loss: of the scores of true edges and negatives.
         negatives: sampling of negatives.
         n3: weight of the regularizer.
 

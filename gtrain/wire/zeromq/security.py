@@ -1,4 +1,4 @@
-"""The keys of a job, with which servers and clients authenticate each other (CurveZMQ), and the server's check."""
+"""The keys of a job, by which servers and clients authenticate each other (CurveZMQ), and a server's authenticator."""
 
 from __future__ import annotations
 

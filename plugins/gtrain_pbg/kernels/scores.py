@@ -1,7 +1,8 @@
 """Kernels from inner products to the loss and to its gradient by them, in place, one query's row of scores at a time.
 
 A row of scores fits into the nearest cache, so each pass over it (scores, loss, gradient, rounding) costs little. The
-losses are those of PyTorch-BigGraph (Lerer et al. 2019, section 3); with s+ the true score and s- the false ones:
+losses are those of PyTorch-BigGraph (Lerer et al. 2019, section 3). With s+ the score of the true edge and s- the
+scores of its negatives:
 
 - RANKING: ``sum max(0, margin - s+ + s-)``
 - LOGISTIC: ``softplus(-s+) + mean softplus(s-)``
@@ -265,13 +266,13 @@ def _softmax(work: Any, columns: int, answer: int, true: Any, weight: Any) -> An
 
 @bare(fastmath=STRICT)
 def _logistic(work: Any, columns: int, absent: int, answer: int, true: Any, weight: Any) -> Any:
-    """LOGISTIC: the gradient by a false score x is ``sigmoid(x) / count``."""
+    """LOGISTIC: the gradient by a negative's score x is ``sigmoid(x) / count``."""
     count = columns - absent - (1 if answer >= 0 else 0)
     share = weight / work.dtype.type(max(count, 1))
     one, zero = work.dtype.type(1), work.dtype.type(0)
-    false = 0.0
+    total = 0.0
     if answer >= 0:
-        # The answer is not a false score; softplus(-inf) is 0, so the loop needs no test.
+        # The answer is not a negative; softplus(-inf) is 0, so the loop needs no test.
         work[answer] = work.dtype.type(-np.inf)
     for begin in range(0, columns, _RUN):
         end = min(begin + _RUN, columns)
@@ -283,17 +284,17 @@ def _logistic(work: Any, columns: int, absent: int, answer: int, true: Any, weig
             linear += x if x > zero else zero
             product *= one + small
             work[k] = share * ((one if x > zero else small) / (one + small))
-        false += linear + math.log(product)
+        total += linear + math.log(product)
     small = exp_of_negative(-abs(true))
-    value = max(-true, zero) + math.log1p(small) + false / max(count, 1)
+    value = max(-true, zero) + math.log1p(small) + total / max(count, 1)
     return value, -weight * ((small if true > zero else one) / (one + small))
 
 
 @bare(fastmath=FAST)
 def _ranking(work: Any, columns: int, answer: int, true: Any, weight: Any, margin: float) -> Any:
-    """RANKING: the gradient by a false score that violates the margin is 1, that by the true one minus their count."""
+    """RANKING: the gradient by the score of a negative that violates the margin is 1; by s+ it is minus their count."""
     zero = work.dtype.type(0)
-    # A false score violates the margin if it exceeds s+ - margin.
+    # A negative violates the margin if it exceeds s+ - margin.
     least = work.dtype.type(true - work.dtype.type(margin))
     if answer >= 0:
         work[answer] = least  # does not violate the margin

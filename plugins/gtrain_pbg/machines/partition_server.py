@@ -24,7 +24,10 @@ SILENT_SECONDS = 600.0
 
 
 def main(context: ServerContext) -> None:
-    """Serve until asked to end; a restarted server has the partitions that it had written."""
+    """Serve until asked to end; a restarted server has the partitions that it had written.
+
+    The agent bound the socket before the fork; :class:`gtrain.wire.Server` adopts it, and closes it at the end.
+    """
     folder = PartitionFolder(context.run_dir.absolute() / f"partition-server-{context.slot.rank}")
     if not context.restarts:
         folder.clear()

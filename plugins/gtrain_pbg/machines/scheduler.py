@@ -1,4 +1,4 @@
-"""The bucket scheduler of the lock server: which machine trains which bucket; free of communication.
+"""The bucket scheduler of the lock server: leases of partitions to machines, which train buckets; no communication.
 
 A machine holds leases of partitions. It trains a bucket whose two partitions it holds, and may keep one of them for the
 next bucket. A bucket is done when both of its partitions have been written back after its training; if the machine is

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gtrain.nn.recipe import EdgeRecipe
-from gtrain_pbg.kernels import rows as kernels
-from gtrain_pbg.kernels import scores as losses
+from gtrain_pbg.kernels import rows as row_kernels
+from gtrain_pbg.kernels import scores as score_kernels
 from gtrain_pbg.kernels.scores import CandidateArrays, LossSettings, QueryArrays
 from gtrain_pbg.step.layout import BatchLayout, Operand, Workspace, bits, compact
 from gtrain_pbg.step.products import (
@@ -36,8 +36,13 @@ FEW = 64
 """The same for products of integers."""
 ROUNDED = 100_000
 """Least number of scores of a chunk whose rows are quantized: a small chunk spends most of its time elsewhere."""
-LOSSES = {"ranking": losses.RANKING, "logistic": losses.LOGISTIC, "softmax": losses.SOFTMAX}
-COMPARATOR_CODES = {"dot": losses.INNER, "cos": losses.INNER, "squared_l2": losses.SQUARED, "l2": losses.ROOT}
+LOSSES = {"ranking": score_kernels.RANKING, "logistic": score_kernels.LOGISTIC, "softmax": score_kernels.SOFTMAX}
+COMPARATOR_CODES = {
+    "dot": score_kernels.INNER,
+    "cos": score_kernels.INNER,
+    "squared_l2": score_kernels.SQUARED,
+    "l2": score_kernels.ROOT,
+}
 
 
 class SelfNegatives(NamedTuple):
@@ -65,9 +70,11 @@ class SideScores:
     def __init__(self, recipe: EdgeRecipe, work: Workspace) -> None:
         self._work = work
         self._comparator = COMPARATOR_CODES[recipe.comparator]
-        self._biased, self._distances = recipe.bias, self._comparator != losses.INNER
+        self._biased, self._distances = recipe.bias, self._comparator != score_kernels.INNER
         self._skip = recipe.all_negs or not recipe.num_batch_negs  # only drawn nodes are candidates
-        self._answer = losses.LISTED if recipe.all_negs else losses.APART if self._skip else losses.DIAGONAL
+        self._answer = (
+            score_kernels.LISTED if recipe.all_negs else score_kernels.APART if self._skip else score_kernels.DIAGONAL
+        )
         settings = LOSSES[recipe.loss], recipe.margin, self._comparator, recipe.bias, self._answer
         self._settings = LossSettings(*settings, recipe.self_negs)
         self._integers: dict[tuple[int, int, int], IntegerBuffers] = {}
@@ -79,7 +86,7 @@ class SideScores:
         candidates: Operand,
         answer: Tensor,
         weight: Tensor,
-        own: SelfNegatives | None,
+        self_negatives: SelfNegatives | None,
     ) -> float:
         """Return the weighted loss; gradients are written to the operands.
 
@@ -89,20 +96,20 @@ class SideScores:
             candidates: the rows of the other side.
             answer: ``[B]``, the answers' ids, where all nodes are candidates.
             weight: ``[B]``, of each edge's loss.
-            own: with ``model.self_negs``.
+            self_negatives: with ``model.self_negs``; else None.
         """
         none = self._work.take("no own", 1)
-        more = (none, none) if own is None else (own.scores, own.gradient)
+        more = (none, none) if self_negatives is None else (self_negatives.scores, self_negatives.gradient)
         apart, by_apart = self._apart(layout, queries, candidates)
         tensors = (queries.norm, queries.bias, queries.sums, queries.by_bias, apart, by_apart, *more, answer, weight)
         arrays = QueryArrays(*(tensor.numpy() for tensor in tensors))
         # All views are made before the first product: after one, the caches hold no Python objects any more, and an
         # operation on views takes 20 times as long.
         groups = [self._views(layout, queries, candidates, answer, *span) for span in self._spans(layout)]
-        lost = 0.0
+        loss = 0.0
         for group in groups:
             columns = self._columns(layout, candidates, group)
-            lost += self._gradients(group, layout.chunk_size, columns, arrays)
+            loss += self._gradients(group, layout.chunk_size, columns, arrays)
             group.backward()
             for target, sums, needed in (
                 (candidates.sums, columns[2], self._distances),
@@ -110,11 +117,11 @@ class SideScores:
             ):
                 if needed:
                     self._of_group(layout, target, group).add_(sums)
-        if self._answer == losses.LISTED:
+        if self._answer == score_kernels.LISTED:
             candidates.gradient[: layout.edges].zero_()  # the answers are among all nodes
-        if self._answer == losses.APART:
+        if self._answer == score_kernels.APART:
             self._apart_backward(layout, queries, candidates, by_apart)
-        return lost
+        return loss
 
     def _spans(self, layout: BatchLayout) -> list[tuple[int, int]]:
         """Return the chunks that are computed together; a large chunk is alone, and so is an incomplete one."""
@@ -137,10 +144,10 @@ class SideScores:
         if not (self._work.rounded and chunks == 1 and chunk_size * count >= ROUNDED):
             each = chunk_size if chunks > 1 else max(ROWS, LARGE // max(1, count))
             return ChunkGroup(begin, end, rows, self._work.product("scores", chunks, chunk_size, count), each)
-        if self._answer == losses.LISTED:
+        if self._answer == score_kernels.LISTED:
             answers = answers_in(answer, count)
         else:
-            answers = (answers_first if self._answer == losses.DIAGONAL else answers_apart)(chunk_size, count)
+            answers = (answers_first if self._answer == score_kernels.DIAGONAL else answers_apart)(chunk_size, count)
         by_answer = self._work.take("by apart", layout.edges)[begin * layout.chunk_size :].numpy()
         key = chunk_size, count, width
         if key not in self._integers:  # chunks are of few sizes
@@ -151,13 +158,14 @@ class SideScores:
         """Turn the scores of a group of chunks into the gradient by them; return the loss."""
         candidates = CandidateArrays(*(column.numpy() for column in columns))
         scratch = [self._work.take(name, group.columns + 1).numpy() for name in ("a row", "another row")]
-        lost = 0.0
+        loss = 0.0
         group.prepare()
         for block in group.blocks:
-            spot = block.products(), group.begin * chunk_size + block.first, chunk_size, block.first
-            lost += losses.loss_and_gradient(*spot, queries, candidates, self._settings, *scratch)
+            # block, first, step and column of loss_and_gradient
+            block_rows = block.products(), group.begin * chunk_size + block.first, chunk_size, block.first
+            loss += score_kernels.loss_and_gradient(*block_rows, queries, candidates, self._settings, *scratch)
             block.backward()
-        return lost
+        return loss
 
     # ---------------------------------------------------------------------------------- distances, biases, answers
 
@@ -181,12 +189,14 @@ class SideScores:
     def _apart(self, layout: BatchLayout, queries: Operand, candidates: Operand) -> tuple[Tensor, Tensor]:
         """Return the scores of answers that are not among the candidates, and a buffer for the gradient by them."""
         apart, by_apart = self._work.take("apart", layout.edges), self._work.take("by apart", layout.edges)
-        if self._answer != losses.APART:
+        if self._answer != score_kernels.APART:
             return apart, by_apart
-        kernels.pairs(compact(self._work, layout, queries).numpy(), candidates.rows.numpy(), layout, apart.numpy())
+        row_kernels.pairs(compact(self._work, layout, queries).numpy(), candidates.rows.numpy(), layout, apart.numpy())
         if self._distances:
             squared = (queries.norm + candidates.norm[layout.spots]).sub_(apart, alpha=2)
-            apart.copy_(-squared if self._comparator == losses.SQUARED else -squared.clamp(min=losses.TINY).sqrt())
+            apart.copy_(
+                -squared if self._comparator == score_kernels.SQUARED else -squared.clamp(min=score_kernels.TINY).sqrt()
+            )
             self._distance = apart.clone()
         if self._biased:
             apart.add_(queries.bias).add_(candidates.bias[layout.spots])
@@ -197,15 +207,15 @@ class SideScores:
         if self._biased:
             candidates.by_bias.index_add_(0, layout.spots, by_apart)
         product = by_apart
-        if self._comparator == losses.SQUARED:
+        if self._comparator == score_kernels.SQUARED:
             product = 2 * by_apart
-        elif self._comparator == losses.ROOT:
+        elif self._comparator == score_kernels.ROOT:
             # The same threshold as in _by_product of the kernels, where float32 rounds sqrt(TINY).
-            far = self._distance < -math.sqrt(losses.TINY) * 1.0001
+            far = self._distance < -math.sqrt(score_kernels.TINY) * 1.0001
             product = torch.where(far, -by_apart / self._distance, 0)
         ends = compact(self._work, layout, queries).numpy(), candidates.rows.numpy()
         gradients = bits(queries.gradient), bits(candidates.gradient)
-        kernels.pairs_backward(product.numpy(), *ends, layout, *gradients)
+        row_kernels.pairs_backward(product.numpy(), *ends, layout, *gradients)
         if self._distances:
             queries.sums.add_(product)
             candidates.sums.index_add_(0, layout.spots, product)

@@ -15,8 +15,8 @@ from gtrain.memory import pages
 
 HEADER_BYTES = 1 << 20
 PAGE = mmap.ALLOCATIONGRANULARITY
-# Of the directory: one is complete while the other is written.
 _SLOTS = 2
+"""Copies of the directory: one is complete while the other is written."""
 _SLOT_BYTES = (HEADER_BYTES - PAGE) // _SLOTS
 
 
@@ -57,8 +57,8 @@ class ServerMemory:
 class PersistentServerMemory(ServerMemory):
     """Tensors in an anonymous file (``memfd``), which the agent keeps open.
 
-    A restarted server maps the file again and has all writes of the process before, whenever that was killed. The
-    kernel frees the memory when the job ends; nothing remains in a file system.
+    A restarted server maps the file again and has all writes of the killed process, up to its last one. The kernel
+    frees the memory when the job ends; nothing remains in a file system.
 
     Layout of the file: a header of :data:`HEADER_BYTES`, then the tensors. The header has a page of eight int64 and two
     slots for the *directory*, a JSON object with the offset, shape and dtype of each tensor, and the notes.
@@ -98,7 +98,7 @@ class PersistentServerMemory(ServerMemory):
             os.ftruncate(self._descriptor, offset + -(-max(1, nbytes) // PAGE) * PAGE)
             self._layout[name] = offset, shape, dtype_name
             self._write_directory()
-        offset, *layout = self._layout[name]
+        offset, *layout = self._layout[name]  # of the process before, if this one was restarted
         assert layout == [shape, dtype_name], f"{name} has the layout {layout}"
         if not nbytes:
             return torch.empty(shape, dtype=dtype)

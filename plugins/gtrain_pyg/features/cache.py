@@ -1,4 +1,4 @@
-"""Cache of the remote rows that are needed most, filled once and then read-only.
+"""Cache of the remote rows that are needed most, filled once and then read-only: nothing is evicted.
 
 :func:`expected_visits` estimates from the graph's structure which nodes are needed most. A cached node has all tensors
 of a batch, so nothing is requested for it. The ranks of a machine can share a cache. ::

@@ -1,4 +1,4 @@
-"""Node and edge tensors of batches: hosted rows by memory map, remote rows from their owners or from a cache.
+"""Feature store: node and edge tensors of batches, from mapped files of hosted parts, a cache, or the rows' owners.
 
 Batches are *prefetched* in order: a remote row that several successive batches need is requested once, with one packed
 request per batch and owner; while requests are in transit the hosted rows of a batch are copied. ::

@@ -31,6 +31,7 @@ SCRATCH_BYTES = 256 << 10
 """Rows are converted to another dtype in blocks of this size, which stay in a core's cache."""
 _LARGEST_HALF = torch.finfo(torch.float16).max
 ExtraTensors = Mapping[NodeOrEdgeType, Mapping[str, Mapping[int, Any]]]
+"""Tensors by node type or edge type, name and part."""
 
 
 class FeatureTable(ABC):
@@ -62,8 +63,8 @@ class FeatureTable(ABC):
         """Copy rows.
 
         Args:
-            location: int64 ``[n]``.
-            bases: :attr:`bases`, or the same with more segments.
+            location: int64 ``[n]``, segment and row, packed as :mod:`gtrain_pyg.features.kernels` describes.
+            bases: :attr:`bases`, or the same with further segments of received rows.
             pool: memory of the result.
             dtype: of the values.
 
@@ -218,7 +219,7 @@ class HostedTensors:
 
     @property
     def types(self) -> Collection[NodeOrEdgeType]:
-        """Return the node types and edge types of the store."""
+        """The node types and edge types of the store."""
         return self._offsets.keys()
 
     def offsets(self, graph_type: NodeOrEdgeType) -> Array:
@@ -235,7 +236,7 @@ class HostedTensors:
         return self._offsets[graph_type]
 
     def table(self, graph_type: NodeOrEdgeType, name: str) -> FeatureTable:
-        """Return a tensor's rows.
+        """Return the table of a tensor; open the tensor if this is its first use.
 
         Raises:
             StoreError: the store does not have this tensor.
@@ -285,7 +286,9 @@ class HostedTensors:
 
 
 class RowServer:
-    """Replies to a *request for rows*: a message with
+    """Serves the rows of hosted parts to other ranks.
+
+    A request is a message with
 
     * ``store``: the checksum of the requester's manifest, ``part``: the part of the rows;
     * ``wants``: a list of ``{"kind", "names", "dtypes", "chunk"}``: the name on the wire of a node type or edge type
@@ -357,7 +360,7 @@ class RowServer:
 
 
 def fingerprint(store: Store) -> int:
-    """Return a checksum of a store's contents."""
+    """Return a checksum of a store's contents, by which ranks notice that they opened different stores."""
     return zlib.crc32(repr(sorted(store.manifest.checksums.items())).encode())
 
 

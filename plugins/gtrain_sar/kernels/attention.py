@@ -283,8 +283,8 @@ def _backward(
     heads, channels = x.shape[1], x.shape[2]
     rows, ptr, slope, scale = block.rows, block.ptr, x.dtype.type(slope), x.dtype.type(dropout.scale)
     width, end = heads * channels, ptr[last]
+    # (sources, heads, channels), (sources, heads), (targets, heads, channels), (targets, 4, heads)
     flat, left, grad, target = data(x), data(source), data(gradient), data(packed)
-    # (targets, heads, channels), (targets, 4, heads)
     column, position = data(block.columns), data(block.edges)
     # (sources, heads, channels), (sources, heads)
     total, of_source = data(dx), data(dsource)

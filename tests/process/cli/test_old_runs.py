@@ -1,9 +1,9 @@
 """Stores, checkpoints and run folders of earlier releases: opened, tested, predicted from, exported and resumed.
 
 ``assets/releases/write.py`` wrote the archives with these releases, and what they made of them themselves. Numbers are
-equal to the last digit, but for two: ``auc`` of ``model=kg`` compares with false edges that are drawn otherwise since
-804a58b, and that of several classes leaves out those that do not occur. Two machines of ``pbg`` exchange parameters
-when they come to it, so that their losses differ from run to run.
+equal to the last digit, but for two: ``auc`` of ``model=kg`` compares with negative edges that are drawn otherwise
+since 804a58b, and that of several classes leaves out those that do not occur. Two machines of ``pbg`` exchange
+parameters when they come to it, so that their losses differ from run to run.
 """
 
 from __future__ import annotations

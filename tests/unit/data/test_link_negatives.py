@@ -1,4 +1,4 @@
-"""False edges: uniform, the same however the graph is cut and whoever draws them, and in PyG's forms where asked."""
+"""Negative edges: uniform, the same however the graph is cut and whoever draws them, and in PyG's forms where asked."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_orig_ids_are_found_in_every_part(tmp_path: Path, parts: int) -> None:
 
 
 def false_edges(store: Store, split: str, batch_size: int | None, epoch: int = 0) -> list[tuple[Any, ...]]:
-    """Each true edge and its false targets, by the ids of the source data, sorted."""
+    """Each true edge and its negative targets, by the ids of the source data, sorted."""
     loader = SeedLoader(store, split, batch_size, shuffle=True, seed=5, epoch=epoch, task="link", num_negatives=4)
     found: list[tuple[Any, ...]] = []
     for batch in loader:
@@ -171,16 +171,16 @@ def test_no_false_target_is_later_than_its_edge(tmp_path: Path) -> None:
         order = edges.edge_id().argsort()
         drawn = Negatives(store, None, "train", 0, 5, time="time")(edges.select(order), edges.edge_id(order), 2)
         orig = torch.cat([store.node("orig_id", part) for part in range(parts)])
-        found.append(orig[drawn.false_target])
+        found.append(orig[drawn.negative_target])
         late = graph.time[found[-1]] > drawn.extra["time"].unsqueeze(1)
         earliest = int(graph.time.argmin())
         assert not late[found[-1] != earliest].any()
         assert graph.time.min() <= 10
         assert not late.any()
         free = Negatives(store, None, "train", 0, 5)(edges.select(order), edges.edge_id(order), 2)
-        assert (graph.time[orig[free.false_target]] > drawn.extra["time"].unsqueeze(1)).any()
-        kept = ~(graph.time[orig[free.false_target]] > drawn.extra["time"].unsqueeze(1))
-        assert torch.equal(free.false_target[kept], drawn.false_target[kept])
+        assert (graph.time[orig[free.negative_target]] > drawn.extra["time"].unsqueeze(1)).any()
+        kept = ~(graph.time[orig[free.negative_target]] > drawn.extra["time"].unsqueeze(1))
+        assert torch.equal(free.negative_target[kept], drawn.negative_target[kept])
     assert torch.equal(found[0], found[1])
 
 
@@ -246,7 +246,7 @@ def test_renumbering_keeps_the_order_of_false_edges() -> None:
     edges = ScoredEdges(source, target, {}, None, false)
     assert edges.at_targets().tolist() == [7, 8, 1, 4, 2, 5, 3, 6]
     moved = edges.renumbered(edges.at_sources() * 10, edges.at_targets() * 10)
-    assert torch.equal(moved.false_target, false * 10) and moved.source.tolist() == [50, 60]
+    assert torch.equal(moved.negative_target, false * 10) and moved.source.tolist() == [50, 60]
 
 
 # ------------------------------------------------------------------------------------------------- edges by part

@@ -114,7 +114,7 @@ def test_times_are_those_of_nodes_or_else_of_edges(tmp_path: Path) -> None:
     assert (found.node_time, found.edge_time) == (None, "edge_time")
     assert seed_time(edges, found, EDGE_TYPE) == "edge_time"
     assert seed_time(edges, SamplingOptions([2]), "node") is None
-    with pytest.raises(DataError, match=r"the seeds, nodes, have no times of their own \(time\)"):
+    with pytest.raises(DataError, match=r"the seeds are nodes, and the data have no time\."):
         seed_time(edges, found, "node")
     typed = typed_store(tmp_path)
     found = Sampling(temporal_strategy="uniform").options(typed, (2,))

@@ -187,7 +187,7 @@ def test_a_crash_is_put_down_to_its_step() -> None:
     [
         ("data=planted", "gtrain doctor was given data=planted; it reads format, strategy"),
         ("format=yaml", "format=yaml was set"),
-        ("trainer.devices=0", "trainer.devices=0 was set; it must be an integer from 1"),
+        ("trainer.devices=0", "trainer.devices=0 was set; it must be an integer above 0"),
     ],
 )
 def test_bad_arguments(argument: str, message: str) -> None:
