@@ -47,6 +47,7 @@ def memory() -> dict[str, Any]:
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
     total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     limit = _group_file("memory.max", "memory/memory.limit_in_bytes")
+    # Without a limit version 2 of control groups has "max", version 1 a number beyond any memory.
     bound = int(limit) if limit is not None and limit.isdigit() and int(limit) < total else None
     return {"total": total, "available": available, "limit": bound}
 
@@ -88,6 +89,7 @@ def _cpu_limit() -> float | None:
 
 
 def _group_file(*names: str) -> str | None:
+    """Return the content of the first of these files of the control group that exists; None if none does."""
     for name in names:
         path = Path("/sys/fs/cgroup", name)
         if path.is_file():

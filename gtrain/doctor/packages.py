@@ -54,6 +54,7 @@ def _missing(extra: str, needed: list[Requirement]) -> list[str]:
     """Return the unmet requirements of an extra, which may name other extras of the same distribution."""
     missing: list[str] = []
     for need in needed:
+        # Skip what is needed without any extra, and what belongs to another one.
         if need.marker is None or need.marker.evaluate({"extra": ""}) or not need.marker.evaluate({"extra": extra}):
             continue
         if need.name == NAME:

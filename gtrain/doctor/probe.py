@@ -33,6 +33,7 @@ TIMEOUT_SECONDS = 180
 def facts() -> dict[str, dict[str, Any]]:
     """Run the steps in a child process; return ``error`` (None on success) and ``value`` of each step."""
     command = [sys.executable, "-m", "gtrain.doctor.probe"]
+    # The child finds the same packages, even if this program has changed sys.path.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
@@ -55,7 +56,7 @@ def read(lines: str, failure: str) -> dict[str, dict[str, Any]]:
         if line.startswith('{"step": '):
             entry = json.loads(line)
             steps[entry.pop("step")] = entry
-    if not steps:
+    if not steps:  # the interpreter itself failed
         steps["python"] = {}
     return {name: result or {"error": failure, "value": None} for name, result in steps.items()}
 

@@ -225,13 +225,13 @@ def _imports(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _strategies(facts: dict[str, Any], required: str | None) -> Iterator[Finding]:
-    works = [name for name, state in facts.items() if state["error"] is None]
+    usable = [name for name, state in facts.items() if state["error"] is None]
     for name, state in facts.items():
         if state["error"] is not None:
             yield Finding(
                 f"strategy={name} cannot be used: {state['error']}.",
                 f"reinstall the package that provides {state['from']}.",
-                essential=name == required or not works,
+                essential=name == required or not usable,
             )
     if required is not None and required not in facts:
         yield Finding(
@@ -285,7 +285,7 @@ def _memory(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
 def _threads(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
     environment, cores = facts["environment"], facts["cores"]
     usable = min(cores["usable"], max(1, int(cores["limit"] or cores["usable"])))
-    share = max(1, usable // ranks)
+    share = max(1, usable // ranks)  # threads per rank
     if ranks > usable:
         yield Finding(f"{ranks} ranks share {usable} cores.", f"run at most {usable} ranks on this machine.")
     if "OMP_NUM_THREADS" not in environment and ranks > 1:
@@ -296,6 +296,7 @@ def _threads(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
         )
     for name in THREAD_VARIABLES:
         value = environment.get(name, "")
+        # One thread per rank is the least: then the ranks are too many, not the threads.
         if value.isdigit() and int(value) * ranks > usable and int(value) > 1:
             yield Finding(
                 f"{name}={value} with {ranks} ranks makes {int(value) * ranks} threads on {usable} cores.",

@@ -201,7 +201,7 @@ class PsStrategy(RestartingStrategy):
         module = self.data
         if not isinstance(module, GraphDataModule):
             raise ConfigError(
-                "strategy.protocol or strategy.split leaves a choice, which the first batches decide; the data are not a "
+                "strategy.protocol or strategy.split leaves a choice, decided by the first batches; data is not a "
                 "GraphDataModule.",
                 hint="set strategy.protocol=ship and strategy.split=row.",
             )

@@ -366,6 +366,7 @@ class Peers:
         return sum(each.bytes_sent for each in counters), sum(each.bytes_received for each in counters)
 
     def _client(self, part: int) -> Client:
+        # Without the lock first: nearly every request takes this path.
         client = self._clients.get(part)
         if client is not None:
             return client

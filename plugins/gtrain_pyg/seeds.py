@@ -94,7 +94,7 @@ def make_batch(
         edges = batch[edge_type] if hetero else batch
         edges.edge_index = as_tensor(index)
         for name, tensor in rows.get(edge_type, {}).items():
-            edges["e_id" if name == "edge_id" else name] = tensor
+            edges["e_id" if name == "edge_id" else name] = tensor  # PyG's name
         edges.num_sampled_edges = subgraph.num_sampled_edges[edge_type]
     for name, value in seeds.entries.items():
         batch[name] = value
@@ -344,12 +344,14 @@ class LinkSeeds(SeedSource):
         if self._disjoint:
             return ids.numpy(), torch.arange(ids.numel())
         unique, first, inverse = np.unique(ids.numpy(), return_index=True, return_inverse=True)
+        # np.unique sorts by id; the roots are in the order of first occurrence.
         order = np.argsort(first)
         return unique[order], torch.from_numpy(np.argsort(order)[inverse])
 
     def _times(self, edges: ScoredEdges) -> dict[str, Array]:
         """Return the latest time sampled for each root: just before its edge, or the edge would be its neighbour."""
         time, (source, _, target) = edges.extra["time"].long() - 1, self.edge_type
+        # Negatives follow in rounds of one per true edge, and have its time.
         heads, tails = (
             time[torch.arange(ids.numel()) % max(time.numel(), 1)].numpy()
             for ids in (edges.at_sources(), edges.at_targets())

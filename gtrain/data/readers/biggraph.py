@@ -119,6 +119,7 @@ class EdgeBags:
         offsets = np.asarray(file[f"{side}d_offsets"][edges.start : edges.stop + 1], dtype=np.int64)
         if not len(offsets):
             return cls(offsets, offsets)
+        # Malformed offsets may descend: check() reports them.
         data = np.asarray(file[f"{side}d_data"][offsets[0] : max(offsets[0], offsets[-1])], dtype=np.int64)
         return cls(offsets - offsets[0], data)
 
@@ -277,6 +278,7 @@ class EdgeReader:
                 self._check_negative(self.negative_weight)
         limit = np.iinfo(np.int64).max if self.num_relations is None else self.num_relations
         self._check_range(bucket, "rel", edges["rel"], np.array(limit), "relations", begin)
+        # A single relation stands for all values of rel.
         relation = edges["rel"] if len(self.relations) > 1 else np.zeros_like(edges["rel"])
         return {
             **edges,
@@ -301,6 +303,7 @@ class EdgeReader:
         first = np.array(
             [sizes[:-1].sum() + self._first_ids.get(name, 0) for sizes, name in zip(parts, types, strict=True)]
         )
+        # A featurized end has no id in the file: the loop below numbers its bag.
         offset = np.where(featurized, 0, offset)
         self._check_range(bucket, side, offset, size[relation], "entities in that partition", begin)
         ids: Ints = offset + first[relation]

@@ -55,6 +55,7 @@ class IdRanges:
 
     def local(self, ids: Tensor) -> Tensor:
         """Convert ids among all types to ids within this type; -1 for ids of other types."""
+        # Ids of other types lie between the ranges of this one, and below the first: part is then -1.
         part = torch.bucketize(ids.contiguous(), torch.from_numpy(self.first), right=True) - 1
         safe = part.clamp(min=0)
         before = torch.from_numpy(np.cumsum(self.counts) - self.counts)
@@ -144,7 +145,7 @@ def _check_cover(path: Path, ranges: list[IdRanges], total: int, key: str) -> No
     """Check that the ranges of all types are contiguous and sum to the total."""
     first = np.concatenate([entry.first for entry in ranges])
     last = np.concatenate([entry.last for entry in ranges])
-    order = np.lexsort((last, first))
+    order = np.lexsort((last, first))  # of ranges with one start the empty ones come first
     ends = np.concatenate([[0], last[order]])
     if (first[order] != ends[:-1]).any() or ends[-1] != total:
         raise DataError(
@@ -229,7 +230,7 @@ def read_graph(path: Path) -> DGLGraph:
     """Read the first graph of a file of ``dgl.save_graphs``."""
     stream = _Stream(path)
     stream.expect(FILE, "a file of graphs")
-    version, kind = stream.number(), stream.number()
+    version, kind = stream.number(), stream.number()  # kind 2: graphs with types
     if (version, kind) != (2, 2):
         raise DataError(
             f"{path} has version {version} and kind {kind} of DGL's format; gtrain reads 2, 2", hint=_FILE_HINT

@@ -74,9 +74,6 @@ def read_table(path: Path, *, integers: int | None, header: bool, widths: tuple[
     return NumberTable(tuple(np.concatenate(column) for column in zip(*blocks, strict=True)), lines)
 
 
-COMMENTS = "#%"
-
-
 def _first_line(path: Path, ids: str, hint: str) -> tuple[int, str, str, list[str]]:
     """Return number, text, separator and fields of the first line; ``ids`` is the type of the first column."""
     lines = first_lines(path, COMMENTS, 1)

@@ -318,6 +318,7 @@ _TABLE: dict[tuple[str, str], Any] = {
         for kind in (list, dict, set, frozenset, complex)
     },
     **{(builtins, "bytes"): _no_bytes for builtins in ("builtins", "__builtin__")},
+    # Only an argument of copyreg._reconstructor.
     **{(builtins, "object"): None for builtins in ("builtins", "__builtin__")},
     **{(module, "_reconstructor"): _reconstructed for module in ("copyreg", "copy_reg")},
 }

@@ -60,7 +60,7 @@ class EdgeView:
         return len(self.source) * (2 if self.symmetric else 1)
 
     def pieces(self) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yield pieces of the edges: position of the first, sources (original ids), targets (global ids), both int64."""
+        """Yield pieces of edges: position of the first, sources (original ids) and targets (global ids), int64."""
         for number, rows in enumerate(chunks(0, len(self.source)), start=1):
             source = _mapped(self.source[rows], None)
             target = _mapped(self.target[rows], self.target_ids)

@@ -58,7 +58,7 @@ def fill_cache(
     cache = FeatureCache()
     for key, array in (fetch() if share is None else share(fetch)).items():
         node_type, _, name = key.rpartition("/")
-        array.flags.writeable = False
+        array.flags.writeable = False  # numba compiles its loops once, for arrays that are read-only
         cache.arrays.setdefault(node_type, {})[name] = array
     features.set_cache(cache)
     return cache
@@ -144,6 +144,7 @@ def expected_visits(store: Store, seeds: Mapping[str, Any], batch_size: int, fan
     for hop in range(max((len(counts) for counts in fan_out.values()), default=0)):
         reached = _hop(store, fresh, {t: counts[hop] for t, counts in fan_out.items() if hop < len(counts)})
         for node_type, choices in reached.items():
+            # Reached at this hop, and not before.
             np.multiply(-np.expm1(-choices), missed[node_type], out=fresh[node_type])
             missed[node_type] -= fresh[node_type]
     return {node_type: 1 - never for node_type, never in missed.items()}

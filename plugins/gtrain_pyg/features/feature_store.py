@@ -254,6 +254,7 @@ class FeatureStore:
         scalar = isinstance(table, DenseFeatureTable) and not table.shape
         if wire is None or not isinstance(graph_type, str) or name in EXACT or scalar:
             return table.dtype
+        # A dtype that is not narrower would save nothing.
         return table.dtype if wire.itemsize >= table.dtype.itemsize else table.output_dtype(wire)
 
 
@@ -310,6 +311,7 @@ class Prefetcher:
             WireError: an owner cannot be reached.
         """
         lookups = {t: self._features.locate(t, batch[t]) for t in self._histories if t in batch}
+        # The histories' hash maps have the batch's number in the bits above an id, which it must not exceed.
         if self._sequence == MAX_SEQUENCE:
             self._sequence = 0
             for history in self._histories.values():
@@ -329,6 +331,7 @@ class Prefetcher:
                 segments[graph_type] = history.segments
         self._recent.append(self._features.request(missing) if missing else None)
         self._held_bytes += sum(request.nbytes for request in missing.values())
+        # Its rows may have been requested by any batch that is held.
         requests = tuple(recent for recent in self._recent if recent is not None) if missing else ()
         return PendingBatch(self._features, self._tables, lookups, requests, segments, self._dtype)
 

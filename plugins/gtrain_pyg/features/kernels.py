@@ -158,7 +158,7 @@ def request_new(
             if stale < 0 and table[slot, 0] >> SHIFT < oldest:
                 stale = slot
             slot = (slot + 1) & last
-        if table[slot, 0] >> SHIFT < oldest:
+        if table[slot, 0] >> SHIFT < oldest:  # not requested yet, or its rows are gone
             if table[slot, 0] == 0:
                 if stale >= 0:
                     slot = stale

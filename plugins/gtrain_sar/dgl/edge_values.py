@@ -36,6 +36,7 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dot": lambda a, b: (a * b).sum(-1, keepdim=True),
 }
 EdgewiseRule = Callable[[Tensor, list[Any], dict[str, Any]], bool]
+"""Whether a function of values of edges, its other arguments and its keywords, computes each edge alone."""
 _PROPERTIES: Any = [Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.layout, Tensor.is_sparse]
 _SHAPE_FUNCTIONS = {
     Tensor.size,
@@ -45,9 +46,11 @@ _SHAPE_FUNCTIONS = {
     Tensor.is_floating_point,
     *(getter.__get__ for getter in _PROPERTIES),
 }
+"""Functions of a tensor's shape and dtype: they need no values."""
 
 Function = Callable[[EdgeBatch], dict[str, Tensor]]
 _ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError, AttributeError)
+"""What a function may raise on the few synthetic edges of a probe."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +152,9 @@ class LazyEdgeValues(Tensor):
     @classmethod
     def _create(cls, num_edges: int, evaluate: Evaluate, expression: EdgeExpression) -> LazyEdgeValues:
         ends = (end.new_zeros((2, *end.shape[1:])) for end in (expression.source, expression.target))
-        with torch.no_grad():
+        with torch.no_grad():  # a dry run on two edges gives the shape
             shape = expression.logits(*ends).shape[1:]
+        # A tensor with a shape and a dtype, but without memory.
         values: LazyEdgeValues = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, (num_edges, *shape), dtype=expression.source.dtype, device=expression.source.device
         )
@@ -422,6 +426,7 @@ class FunctionCall(PropagateCall):
         A probe decides: a message must depend on its edge alone, draw no random numbers, and be computed from columns
         and parameters.
         """
+        # Its statistics are over all edges, and the probe would change the running ones.
         if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in _modules(self._function)):
             return False
         graph = self._graph
@@ -495,6 +500,7 @@ def _leaves(tensor: Tensor, start: int) -> list[Tensor] | None:
         if variable is not None:
             leaves[id(variable)] = variable
         elif node._sequence_nr() < start:
+            # Computed outside of the function: a block cannot return a gradient to it.
             return None
         stack += [operand for operand, _ in node.next_functions]
     return list(leaves.values())

@@ -49,6 +49,7 @@ _OPERATORS = {
 }
 _ORIGINAL: dict[str, Callable[..., Any]] = {}
 _users = 0
+"""Open :class:`DglShards`: the first one replaces DGL's operators, the last one restores them."""
 
 NODE, EDGE = "_N", "_E"
 Messages = dict[str, Tensor]
@@ -113,7 +114,7 @@ class ShardIndex:
 
     def __init__(self, blocks: EdgeBlocks, schedule: Schedule, whole: DglGraphs) -> None:
         self.blocks, self.schedule, self.whole = blocks, schedule, whole
-        self._fetched: list[tuple[Tensor, Tensor]] = []
+        self._fetched: list[tuple[Tensor, Tensor]] = []  # rows, compared by identity, and the same with halo
 
     def __getattr__(self, name: str) -> Any:
         raise UnsupportedAttributeError(name)
@@ -146,6 +147,7 @@ class ShardIndex:
         sources = None if lhs is None else self.with_halo(lhs)
         edges, block = None if rhs is None else evaluated(rhs), self.whole.unsorted
         if reduce != "sum":
+            # Among equal maxima the first edge gets the gradient, so the order matters.
             block, order = self.whole.ordered
             edges = None if edges is None else edges[order]
             if not self.blocks.num_edges:
@@ -282,7 +284,7 @@ class DglShards:
         dropout = active_dropout()
         if dropout is not None:
             dropout.add_edges(edges)
-        if constants is not None and edge_index in constants:
+        if constants is not None and edge_index in constants:  # then the degrees are constant, too
             constants.add([blocks.in_degree])
         graph: ShardGraph = blocks.derived("dgl", lambda: ShardGraph(edges, blocks, self._schedule))
         return graph.local_var()

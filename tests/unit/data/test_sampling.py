@@ -118,7 +118,7 @@ def test_times_are_those_of_nodes_or_else_of_edges(tmp_path: Path) -> None:
         seed_time(edges, found, "node")
     typed = typed_store(tmp_path)
     found = Sampling(temporal_strategy="uniform").options(typed, (2,))
-    with pytest.raises(DataError, match="the seeds, edges author,writes,paper, have no times"):
+    with pytest.raises(DataError, match="the seeds are edges author,writes,paper, and the data have no edge_time"):
         seed_time(typed, found, WRITES)
 
 
