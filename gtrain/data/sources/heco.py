@@ -63,6 +63,7 @@ class HeCoData(GraphDataModule[HeCoConfig]):
 
     def __init__(self, settings: HeCoConfig | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
+        # The letters of HeCo's file names: p_feat.npz has the features of papers, pa.txt pairs of paper and author.
         self._dataset = known_name("HeCo", self.settings.name, DATASETS)
         self._types = DATASETS[self._dataset]
         self.name = f"heco-{self._dataset}"
@@ -112,6 +113,7 @@ class HeCoData(GraphDataModule[HeCoConfig]):
         for letter, node_type in types.items():
             ids = [index[edge.index(letter)] for edge, index in pairs.items() if letter in edge and index.numel()]
             num_nodes = max((int(ends.max()) for ends in ids), default=-1) + 1
+            # Without features or labels a type has the nodes that its edges name.
             if (x := arrays.features(letter)) is not None:
                 graph[node_type].x, num_nodes = x, x.size(0)
             if node_type == self._types.labelled:
@@ -325,7 +327,7 @@ def _csr(matrix: dict[str, Any], where: str) -> Tensor:
     rows, columns = (int(size) for size in matrix["shape"])
     if len({matrix[name].size for name in needed if name not in ("shape", "indptr")}) > 1:
         raise _malformed(where, ", ".join(f"{name} has {matrix[name].size} entries" for name in needed[1:]))
-    if "indptr" in matrix:
+    if "indptr" in matrix:  # csr; else coo, whose entries are sorted by row here
         crow, col, values = matrix["indptr"], matrix["indices"], matrix["data"]
     else:
         row = matrix["row"]

@@ -104,6 +104,7 @@ class LibsvmData(RowData[LibsvmConfig]):
                     f"{_label(rows, position)} is not a whole number",
                     hint="give each row a class; gtrain does not train regression targets",
                 )
+            # float64, as which labels are read, has no consecutive integers beyond.
             if (position := first_true(np.abs(rows.labels) >= 2**53)) is not None:
                 raise DataError(
                     f"{_label(rows, position)} is too large to be a class",
@@ -166,10 +167,11 @@ def _first(rows: LibsvmRows, low: int, high: int) -> str:
 
 BLOCK_BYTES = 1 << 22
 LARGEST_ID = (1 << 31) - 1
+"""The largest feature id."""
 _LARGEST_VALUE = float(np.finfo(np.float32).max)
 _NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _COMMENT = re.compile(rb"#[^\n]*")
-_UNLABELLED = re.compile(rb"\n(?=[^ \n]*:)")
+_UNLABELLED = re.compile(rb"\n(?=[^ \n]*:)")  # the start of a row whose first field is a feature
 _BLANKS = bytes.maketrans(b"\t\r", b"  ")
 # Byte order mark, which some editors write.
 _BOM = b"\xef\xbb\xbf"
