@@ -99,7 +99,7 @@ class PBGStrategy(GraphStrategy):
         self._worker: BucketWorker | None = None
         self._training: BucketTraining | None = None
         self._cpu_formats: list[str] = []  # the fastest number format of each rank's CPU
-        self._chunk_progress: EpochProgress | None = None  # set while a checkpoint is written within an epoch
+        self._epoch_progress: EpochProgress | None = None  # set while a checkpoint is written within an epoch
         self._resume_point = EpochProgress(0, 0)
 
     @property
@@ -303,15 +303,21 @@ class PBGStrategy(GraphStrategy):
         folder = getattr(trainer and trainer.checkpoint_callback, "dirpath", None)
         if not self.settings.checkpoint_chunks or not chunk or trainer is None or folder is None:
             return
-        self._chunk_progress = EpochProgress(trainer.current_epoch, chunk)
+        self._epoch_progress = EpochProgress(trainer.current_epoch, chunk)
         try:
             trainer.save_checkpoint(Path(folder) / "last.ckpt")
         finally:
-            self._chunk_progress = None
+            self._epoch_progress = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         worker, trainer = self._worker, self.trainer
-        if self._now is None and self.fitting and worker is not None and trainer is not None and not worker.over:
+        if (
+            self._epoch_progress is None
+            and self.fitting
+            and worker is not None
+            and trainer is not None
+            and not worker.over
+        ):
             if self.num_nodes > 1:
                 raise ConfigError(
                     "a checkpoint is due within an epoch, and the machines of strategy=pbg train different "
@@ -320,15 +326,15 @@ class PBGStrategy(GraphStrategy):
                     "every_n_train_steps, or trainer.num_nodes=1.",
                 )
             start = self._resume_point.of(trainer.current_epoch)
-            self._now = replace(start, step=start.step + worker.trained_steps)
+            self._epoch_progress = replace(start, step=start.step + worker.trained_steps)
             try:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
             finally:
-                self._now = None
+                self._epoch_progress = None
             return
         super().save_checkpoint(checkpoint, filepath, storage_options)
         interval = self.settings.checkpoint_preservation_interval
-        if self.is_global_zero and interval is not None and self._chunk_progress is None:
+        if self.is_global_zero and interval is not None and self._epoch_progress is None:
             preserve(Path(filepath), int(checkpoint["epoch"]), interval)
 
     def shard_files(self, folder: Path) -> None:
@@ -336,8 +342,8 @@ class PBGStrategy(GraphStrategy):
             state, module = self._installed, self.lightning_module
             assert module is not None
             state.tables.save(folder)
-            if self._chunk_progress is not None:
-                self._chunk_progress.write(folder)
+            if self._epoch_progress is not None:
+                self._epoch_progress.write(folder)
             save_states(folder, state.shared, state.recipe)
             matmul = None if self._training is None else self._training.matmul
             describe(folder, state.store, state.tables, relations_of(module, state.recipe), matmul)
