@@ -312,5 +312,6 @@ def _silence_lightning() -> None:
         ".*ckpt_path.*weights_only.*",
         ".*Sparse CSR tensor support is in beta.*",
         ".*Sparse invariant checks are implicitly disabled.*",
+        ".*`srun` command is available on your system but is not used.*",
     ):
         warnings.filterwarnings("ignore", pattern)
