@@ -28,6 +28,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hydra.core.utils import configure_log
+
 from gtrain import __version__
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.keys import ISOLATED
@@ -133,6 +135,7 @@ class MachineAgent:
         sees_run = enter_folders(settings, machine or 0, host)
         os.environ.update(settings["environment"])
         sys.argv[:] = settings["argv"]
+        configure_log(**settings["logging"])
         self._terminal = settings["terminal"]
         self._request = JobRequest(settings["config"], settings["choices"], settings["overrides"])
         job = Job(**settings["job"], config=settings["config"], machine=machine)

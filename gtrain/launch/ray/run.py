@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayError
 
 from gtrain import __version__
 from gtrain.backends import RolePlan
+from gtrain.config import plain
 from gtrain.errors import ConfigError, RankFailedError, restored
 from gtrain.keys import ISOLATED
 from gtrain.launch import agent, shipping
@@ -24,6 +27,7 @@ from gtrain.launch.ray.cluster import Placement, bundles_of, call, connected, dr
 from gtrain.launch.ray.driver import RayJob, specification
 from gtrain.launch.request import JobRequest
 from gtrain.launch.slot import WORKER, ServerRoster
+from gtrain.run import runs
 
 _PASSED_ON = ("GTRAIN_", "OMP_", "MKL_", "OPENBLAS_", "NUMBA_", "TORCH", "THP_", "PYTHON", "TMPDIR", "XDG_CACHE_HOME")
 """Starts of the names of environment variables that ranks need from the command; others are those of the node."""
@@ -41,6 +45,7 @@ def run(request: JobRequest, num_nodes: int, devices: int) -> Any:
         num_nodes: machines of the job.
         devices: ranks per machine.
     """
+    _find_checkpoint(request.cfg)
     plans = request.plans()
     bundles = bundles_of(request.cfg, num_nodes, devices, plans)
     key_file = request.key_file()
@@ -49,6 +54,17 @@ def run(request: JobRequest, num_nodes: int, devices: int) -> Any:
         return request.run_restarting(
             lambda attempt: _Attempt(request, num_nodes, devices, plans, key, attempt).run(bundles)
         )
+
+
+def _find_checkpoint(cfg: DictConfig) -> None:
+    """Replace ``last`` and ``best`` in ``ckpt_path`` by a path: machine 0 may not see the index of runs.
+
+    Raises:
+        CheckpointError: no run has such a checkpoint.
+    """
+    reads = cfg.verb in ("test", "predict", "export")
+    if cfg.ckpt_path in runs.NAMES or (reads and cfg.ckpt_path is None):
+        cfg.ckpt_path = str(runs.resolve(cfg.ckpt_path or "best", Path(cfg.paths.runs).absolute(), plain(cfg)))
 
 
 class _Attempt:
@@ -163,6 +179,7 @@ class _Attempt:
                 "code": code,
                 "modules": _modules(),
                 "argv": sys.argv,
+                "logging": _logging(),
                 "terminal": [_terminal_size(stream) for stream in (sys.stdout, sys.stderr)],
             }
         )
@@ -226,6 +243,16 @@ def _token(log_dir: Path) -> Iterator[str]:
         yield token.name
     finally:
         token.unlink(missing_ok=True)
+
+
+def _logging() -> dict[str, Any]:
+    """Return Hydra's settings of a job's log, which forked ranks would inherit."""
+    hydra = HydraConfig.get()
+    verbose = plain(hydra.verbose)
+    return {
+        "log_config": OmegaConf.create(plain(hydra.job_logging)),
+        "verbose_config": OmegaConf.create(verbose) if isinstance(verbose, list) else verbose,
+    }
 
 
 def _terminal_size(stream: Any) -> list[int] | None:

@@ -189,6 +189,8 @@ def test_a_cluster_of_its_own_trains_like_local_ranks_and_leaves_nothing(tmp_pat
         until(lambda: not marked(mark), tmp_path)
         assert os.listdir(temporary) == [] and shared_memory() == memory
     like_local(tmp_path, *SAR)
+    assert "store data/stores/planted" in done.stdout, "the log of rank 0"
+    assert "store data/stores/planted" in (tmp_path / "run" / "gtrain.log").read_text()
     assert "epoch 4/4" in done.stdout and "epoch 4/4" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
     assert (tmp_path / "run" / "logs" / "rank-1.log").exists()
 
@@ -270,6 +272,9 @@ def test_a_job_restarts_from_its_last_checkpoint(cluster: Cluster, tmp_path: Pat
     done = ok(gtrain(*command, cwd=tmp_path, env=cluster.environment))
     assert "was killed by SIGKILL; restarting the job from its last checkpoint (1/1)" in done.stderr, show(done)
     like_local(tmp_path, *SAR)
+    ok(gtrain("test", "cluster=ray", *SAR, "hydra.run.dir=test", cwd=tmp_path, env=cluster.environment))
+    tested, trained = summary(tmp_path / "test")["metrics"], summary(tmp_path / "run")["metrics"]
+    assert tested["test/loss"] == pytest.approx(trained["test/loss"], rel=1e-6)
 
 
 @pytest.mark.slow
