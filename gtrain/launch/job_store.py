@@ -51,6 +51,11 @@ class JobNetwork:
     ranks_of_machine: int
     machines: int = 1
 
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether the machines are different hosts, which may have no shared folder; one host can simulate several."""
+        return self.machines > 1 and self.own_address is not None
+
     def machine_of(self, rank: int, role: str = WORKER) -> int | None:
         """Return the machine of a rank or server; None for a server that was started by hand."""
         roster = slots.roster()

@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.05
 
 
 def agreed_path(environment: ClusterEnvironment, find: Callable[[], Path | None]) -> Path | None:
-    """Return the checkpoint that rank 0 finds, on all ranks of a job of several machines.
+    """Return the checkpoint that rank 0 finds, on all ranks of a job of several hosts.
 
     The other machines may not see the folders of earlier runs.
 
@@ -39,7 +39,7 @@ def agreed_path(environment: ClusterEnvironment, find: Callable[[], Path | None]
         environment: Lightning's cluster environment of this process.
         find: finds the checkpoint on this machine.
     """
-    if job_network(environment).machines == 1:
+    if not job_network(environment).spans_hosts:
         return find()
     path = find() if environment.global_rank() == 0 else None
     text = broadcast_text(environment, "" if path is None else str(path))
@@ -56,8 +56,7 @@ class FolderSharing:
     def __init__(self, environment: ClusterEnvironment | None = None) -> None:
         self._environment = environment
         network = None if environment is None else job_network(environment)
-        separate = network is not None and network.machines > 1 and network.own_address is not None
-        self._network: JobNetwork | None = network if separate else None
+        self._network: JobNetwork | None = network if network is not None and network.spans_hosts else None
         self._servers: dict[str, FileServer] = {}
         self._own: Path | None = None
         self._loads: dict[Path, int] = {}

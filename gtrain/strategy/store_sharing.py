@@ -42,7 +42,7 @@ def prepare_shared(data: GraphDataModule, environment: ClusterEnvironment) -> No
         PeerLostError: rank 0 ended.
     """
     network, rank = job_network(environment), environment.global_rank()
-    if network.machines == 1 or network.own_address is None or data.has_store:
+    if not network.spans_hosts or data.has_store:
         data.prepare_data()
         return
     global _shared
