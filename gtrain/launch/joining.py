@@ -64,7 +64,7 @@ def run_worker(cfg: DictConfig, choices: dict[str, str], plans: Sequence[RolePla
     return resolve(TASK)(cfg, choices)
 
 
-def run_rank(request: JobRequest, rank_info: RankInfo, servers: Keeper, job_id: str) -> Any:
+def run_rank(request: JobRequest, rank_info: RankInfo, servers: Keeper, job_id: str, agent_id: str = "") -> Any:
     """Run the task of a rank that another launcher started.
 
     Args:
@@ -72,11 +72,16 @@ def run_rank(request: JobRequest, rank_info: RankInfo, servers: Keeper, job_id: 
         rank_info: this rank.
         servers: the keeper of this machine's servers.
         job_id: the launcher's name of the job, the same in all attempts.
+        agent_id: name of the process that starts this machine's ranks in all attempts; empty if there is none.
     """
     cfg, environment = request.cfg, find_environment()
-    if rank_info.rank == 0 and cfg.verb == "train":
-        resume_earlier_attempt(cfg, job_id)
+    if cfg.verb == "train":
+        earlier = _earlier_run(cfg, environment, rank_info, agent_id)
+        if rank_info.rank == 0:
+            resume_earlier_attempt(cfg, job_id, earlier)
     _agree_on_run(cfg, environment)
+    if cfg.verb == "train" and agent_id and rank_info.local == 0:
+        runs.record_job(Path(cfg.paths.runs).absolute(), _with_number(agent_id), Path(cfg.paths.run))
     check_same(job_store(environment), rank_info.rank, f"rank {rank_info.rank}", comparable(cfg))
     config.validate(cfg)
     title = f"rank {rank_info.rank} of {rank_info.size} is process {os.getpid()} on {socket.gethostname()}"
@@ -91,21 +96,46 @@ def run_rank(request: JobRequest, rank_info: RankInfo, servers: Keeper, job_id: 
 
 def _agree_on_run(cfg: DictConfig, environment: ClusterEnvironment) -> None:
     """Take the run's folder and the checkpoint to resume from those of rank 0."""
-    mine = {"run": str(Path(cfg.paths.run).absolute()), "checkpoint": cfg.ckpt_path}
+    mine = {"run": str(Path(cfg.paths.run).absolute()), "checkpoint": cfg.ckpt_path, "attempt": slots.attempt()}
     agreed = json.loads(broadcast_text(environment, json.dumps(mine)))
     cfg.paths.run, cfg.ckpt_path = agreed["run"], agreed["checkpoint"]
+    slots.set_roster(slots.roster(), max(agreed["attempt"], slots.attempt()))
 
 
-def resume_earlier_attempt(cfg: DictConfig, job_id: str) -> None:
+def _earlier_run(cfg: DictConfig, environment: ClusterEnvironment, rank_info: RankInfo, agent_id: str) -> Path | None:
+    """Return, on rank 0, the folder of the job's earlier attempt that the agent of any machine took part in.
+
+    The agents of an elastic job come and go, and each counts only some of the restarts.
+    """
+    if not agent_id:
+        return None
+    store, all_runs = job_store(environment).prefixed("gtrain-earlier"), Path(cfg.paths.runs).absolute()
+    if rank_info.local == 0:
+        store.set(str(rank_info.machine), str(runs.of_job(all_runs, _with_number(agent_id)) or ""))
+    if rank_info.rank > 0:
+        return None
+    known = [store.get(str(machine)).decode() for machine in range(rank_info.machines)]
+    return next((Path(text) for text in known if text), None)
+
+
+def _with_number(job_id: str) -> str:
+    """Return a job's name with its number in a sweep."""
+    in_sweep = HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")
+    return f"{job_id} {HydraConfig.get().job.num if in_sweep else 0}"
+
+
+def resume_earlier_attempt(cfg: DictConfig, job_id: str, earlier: Path | None = None) -> None:
     """Continue in the folder of the job's earlier attempt, from its last checkpoint; called on rank 0.
 
     Args:
         cfg: the composed configuration; ``paths.run`` and ``ckpt_path`` are changed.
         job_id: see :func:`run_rank`.
+        earlier: the folder, if it is known; otherwise that of the job's record, unless this is the first attempt.
     """
-    in_sweep = HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")
-    job, all_runs = f"{job_id} {HydraConfig.get().job.num if in_sweep else 0}", Path(cfg.paths.runs).absolute()
-    run_dir = runs.of_job(all_runs, job) if slots.attempt() else None
+    job, all_runs = _with_number(job_id), Path(cfg.paths.runs).absolute()
+    run_dir = earlier or (runs.of_job(all_runs, job) if slots.attempt() else None)
+    if run_dir is not None and not slots.attempt():
+        slots.set_roster(slots.roster(), 1)  # the launcher does not count restarts with other nodes
     if run_dir is None:
         runs.record_job(all_runs, job, Path(cfg.paths.run).absolute())
         return

@@ -110,7 +110,7 @@ class ExternalLauncher(Launcher):
             request.preflight(request.resolved())
             self.ranks_meet = True
             with self.meeting(request.cfg, rank_info):
-                return resolve(RUN_RANK)(request, rank_info, servers, self.job_id())
+                return resolve(RUN_RANK)(request, rank_info, servers, self.job_id(), self.agent_id())
 
     def meeting(self, cfg: DictConfig, rank_info: RankInfo) -> contextlib.AbstractContextManager[None]:
         """Find the machine of rank 0 and, on that machine, be found by the others within the context."""
@@ -123,6 +123,10 @@ class ExternalLauncher(Launcher):
     def job_id(self, environ: Mapping[str, str] = os.environ) -> str:
         """Return the launcher's name of this job, which is the same in all attempts."""
         return f"{self.name} {environ.get(self.job_variables[0], '')}"
+
+    def agent_id(self) -> str:
+        """Return a name of the process that starts this machine's ranks in all attempts; empty if there is none."""
+        return ""
 
     def attempt_id(self, environ: Mapping[str, str] = os.environ) -> str:
         """Return a name of this attempt of the job that no other attempt or job on this machine has."""
