@@ -78,7 +78,7 @@ LATE = {
     },
     "gtrain.launch.launchers.base": {"lightning.fabric.plugins.environments"},
     "gtrain.launch.launchers.mpi": {"gtrain.launch.key_value", "gtrain.launch.rank_environment"},
-    "gtrain.launch.launchers.slurm": {"lightning.fabric.plugins.environments"},
+    "gtrain.launch.launchers.slurm": {"gtrain.launch.rank_environment", "lightning.fabric.plugins.environments"},
     "gtrain.launch.launchers.torchrun": {"lightning.fabric.plugins.environments", "torch.distributed"},
 }
 """Imported inside a function: where the process is a rank already or becomes no launcher, or where keys are in use."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from gtrain.launch.launchers.external import ExternalLauncher, RankVariables
+from gtrain.launch.slot import LOOPBACK
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -30,6 +31,12 @@ class Slurm(ExternalLauncher):
         return ranks and environ.get("SLURM_JOB_NAME") not in _INTERACTIVE
 
     def environment(self) -> ClusterEnvironment:
+        """Lightning's environment refuses ``--ntasks``; only its reader of lists of nodes is used."""
         from lightning.fabric.plugins.environments import SLURMEnvironment
 
-        return SLURMEnvironment(auto_requeue=False)
+        from gtrain.launch.rank_environment import RankEnvironment
+
+        nodes = os.environ.get("SLURM_NODELIST") or os.environ.get("SLURM_STEP_NODELIST") or LOOPBACK
+        address = os.environ.get("MASTER_ADDR") or SLURMEnvironment.resolve_root_node_address(nodes)
+        job = os.environ.get("SLURM_JOB_ID", "0")
+        return RankEnvironment(self.rank_info(), address, int(os.environ.get("MASTER_PORT") or 15000 + int(job[-4:])))
