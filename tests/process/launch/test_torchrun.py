@@ -25,7 +25,14 @@ JOBS = {
         "data.num_neighbors=[-1,-1]",
     ),
 }
-PS = ("strategy=ps", "data=planted_sparse", "data.num_rows=600", "data.num_features=400", "model=sparse")
+PS = (
+    "strategy=ps",
+    "data=planted_sparse",
+    "data.num_rows=600",
+    "data.num_features=400",
+    "model=sparse",
+    "strategy.timeout_seconds=10",
+)
 NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it a node that joins a running job waits in vain for the address of the store that the others share."""
 
@@ -76,6 +83,19 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def start_two(nodes: list[Node], folder: Path, port: int, *arguments: str) -> None:
+    """Start two nodes; the first one serves the rendezvous, which ends with it."""
+
+    def serves() -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return True
+        return False
+
+    nodes.append(Node("first", folder, port, *arguments))
+    until(serves, folder)
+    nodes.append(Node("second", folder, port, *arguments))
+
+
 def has_checkpoint(folder: Path) -> bool:
     return bool(list(folder.glob("runs/2*/*/checkpoints/last.ckpt")))
 
@@ -83,7 +103,7 @@ def has_checkpoint(folder: Path) -> bool:
 @pytest.mark.slow
 def test_a_strategy_whose_checkpoints_belong_to_its_ranks_says_so(nodes: list[Node], tmp_path: Path) -> None:
     port = free_port()
-    nodes += [Node(name, tmp_path, port, *PS, *FOREVER) for name in ("first", "second")]
+    start_two(nodes, tmp_path, port, *PS, *FOREVER)
     until(lambda: has_checkpoint(tmp_path), tmp_path)
     nodes[1].process.kill()
     assert nodes[0].process.wait(LIMIT) == 1
@@ -103,7 +123,7 @@ def test_a_job_goes_on_without_a_node_and_with_a_new_one(strategy: str, nodes: l
         parts = nodes[0].said().split("gtrain: restarting the job from its last checkpoint in")
         return len(parts) == times + 1 and "train/loss" in parts[-1]
 
-    nodes += [Node("first", tmp_path, port, *job), Node("second", tmp_path, port, *job)]
+    start_two(nodes, tmp_path, port, *job)
     until(lambda: trained(0) and has_checkpoint(tmp_path), tmp_path)
     family = [nodes[1].process.pid, *descendants(nodes[1].process.pid)]
     os.kill(nodes[1].process.pid, signal.SIGKILL)
