@@ -88,7 +88,9 @@ class FolderSharing:
             self._entries.set(f"{self._token(folder)}/{self._rank}", json.dumps(entry))
 
     def collect(self, folder: Path) -> None:
-        """Fetch into rank 0's folder the files that ranks of other machines :meth:`offer`.
+        """Fetch into rank 0's folder the files that ranks of other machines :meth:`offer`; called after a barrier.
+
+        A rank that has offered nothing by then is lost, and the job continues without it.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -97,7 +99,10 @@ class FolderSharing:
         if network is None:
             return
         for rank in range(network.ranks_of_machine, network.machines * network.ranks_of_machine):
-            entry = json.loads(self._entries.get(f"{self._token(folder)}/{rank}", _SECONDS))
+            key = f"{self._token(folder)}/{rank}"
+            if not self._entries.check([key]):
+                continue
+            entry = json.loads(self._entries.get(key, _SECONDS))
             for name in entry["names"]:
                 self._fetch(entry, name, folder / name)
 

@@ -364,6 +364,17 @@ def test_jobs_of_a_sweep_run_side_by_side(cluster: Cluster, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_pbg_continues_without_a_machine_whose_worker_dies(cluster: Cluster, tmp_path: Path) -> None:
+    """Its checkpoints do not wait for the files of the lost rank."""
+    data = ("data=planted_kg", "model=kg", "data.num_entities=200", "data.num_triples=2000", "trainer.max_epochs=3")
+    job = ("cluster=ray", "strategy=pbg", *data, "strategy.num_partitions=4", "trainer.num_nodes=2", kill(1, 1))
+    done = ok(gtrain(*job, "hydra.run.dir=run", cwd=tmp_path, env=cluster.environment, timeout=300))
+    assert "rank 1 of 2 (machine 1) was killed by SIGKILL; the job goes on without machine 1" in done.stderr
+    assert [epoch["epoch"] for epoch in summary(tmp_path / "run")["history"]] == [0, 1, 2]
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt" / "manifest.json").exists()
+
+
+@pytest.mark.slow
 def test_resources_that_the_cluster_lacks(cluster: Cluster, tmp_path: Path) -> None:
     arguments = ("cluster=ray", *SAR, "cluster.cpus_per_rank=100", "cluster.timeout_seconds=1")
     done = gtrain(*arguments, cwd=tmp_path, env=cluster.environment)
