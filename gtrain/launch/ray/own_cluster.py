@@ -15,6 +15,8 @@ from typing import Any
 
 import ray
 
+_OBJECT_STORE = 256 << 20  # bytes; ranks and servers exchange their data without it
+
 
 def main() -> None:
     """Start the cluster, print its address, and serve until the standard input ends."""
@@ -24,6 +26,7 @@ def main() -> None:
         context: Any = ray.init(
             address="local",
             include_dashboard=False,
+            object_store_memory=_OBJECT_STORE,
             log_to_driver=False,
             logging_level=logging.ERROR,
             _temp_dir=folder,
