@@ -140,7 +140,7 @@ def test_the_two_commands_of_the_readme() -> None:
     assert os.access(REPO / ".ci" / "run", os.X_OK)
     assert 'pip install --quiet -e ".[dev]"' in ci and "python -m pytest -q -n 3" in ci
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert "gtrain[test,docs]" in extras["dev"]
+    assert "gtrain[test,docs,s3]" in extras["dev"]
     assert [extra for extra in extras["dev"] if extra.startswith(("ruff", "mypy")) and "==" not in extra] == []
 
 
