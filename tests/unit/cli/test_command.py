@@ -17,7 +17,6 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
-from torch.distributed import HashStore
 
 from gtrain import backends, config
 from gtrain.backends import RolePlan
@@ -25,6 +24,7 @@ from gtrain.cli import entry
 from gtrain.errors import ConfigError
 from gtrain.launch import joining, launchers, rendezvous
 from gtrain.launch.job import server_slots, worker_slots
+from gtrain.launch.key_value import KeyValueServer, KeyValueStore
 from gtrain.launch.launchers.base import RankInfo
 from gtrain.launch.slot import Slot
 from gtrain.launch.sockets import listen_here, listen_tcp
@@ -192,8 +192,17 @@ def test_a_rendezvous_of_another_machine_cannot_be_held_here() -> None:
 # ------------------------------------------------------------------------------------------------- who belongs to a job
 
 
-def test_a_rank_of_workers_is_taken_once_except_by_its_next_life() -> None:
-    store = HashStore()
+@pytest.fixture
+def store() -> Iterator[KeyValueStore]:
+    """An empty key-value store of a job."""
+    listener = listen_here()
+    server = KeyValueServer([listener.socket], None, None)
+    yield KeyValueStore(listener.address, None, LIMIT)
+    server.close()
+    listener.close()
+
+
+def test_a_rank_of_workers_is_taken_once_except_by_its_next_life(store: KeyValueStore) -> None:
     joining._claim(store, Slot("worker", 1, 1, 0), restarts=0)
     joining._claim(store, Slot("worker", 1, 1, 0), restarts=1)
     joining._claim(store, Slot("worker", 2, 2, 0), restarts=0)
@@ -201,16 +210,15 @@ def test_a_rank_of_workers_is_taken_once_except_by_its_next_life() -> None:
         joining._claim(store, Slot("worker", 1, 1, 0), restarts=0)
 
 
-def test_all_machines_of_a_job_are_given_the_same_shape() -> None:
-    store = HashStore()
+def test_all_machines_of_a_job_are_given_the_same_shape(store: KeyValueStore) -> None:
     for _ in range(2):
         joining._check_shape(store, "2 machines with 1 workers each")
     with pytest.raises(ConfigError, match="3 machines with 1 workers each were set here, and 2 machines with 1"):
         joining._check_shape(store, "3 machines with 1 workers each")
 
 
-def test_servers_by_hand_take_the_free_ranks_of_a_role_that_is_left_to_them() -> None:
-    store, plan = HashStore(), RolePlan("counter", count=3)
+def test_servers_by_hand_take_the_free_ranks_of_a_role_that_is_left_to_them(store: KeyValueStore) -> None:
+    plan = RolePlan("counter", count=3)
     store.set("role/counter", joining.BY_HAND)
     joining._check_by_hand(store, plan)
     assert [joining._free_rank(store, plan, wanted) for wanted in (None, 2, None)] == [0, 2, 1]
