@@ -4,6 +4,7 @@ Nothing here may create a tensor or start a thread pool, because a pool does not
 kernels must not be imported either: importing one may start OpenMP, which kills forked children.
 """
 
+import importlib.util
 import linecache
 import sys
 from pathlib import Path
@@ -20,6 +21,11 @@ import torchmetrics.classification  # noqa: F401
 
 import gtrain.run.task  # noqa: F401
 from gtrain.kernel_cache import cache_folder as place_kernels  # noqa: F401
+
+for _client in ("s3fs", "gcsfs", "adlfs"):
+    # Lightning imports those that are installed in every rank that checkpoints: here the ranks share their memory.
+    if importlib.util.find_spec(_client) is not None:
+        importlib.import_module(_client)
 
 
 def keep_templates_in_memory() -> None:

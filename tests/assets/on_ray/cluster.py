@@ -12,7 +12,8 @@ import sys
 from ray.cluster_utils import Cluster
 
 if __name__ == "__main__":
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": sys.argv[1]}
+    os.makedirs(os.path.join(sys.argv[1], "ray"), exist_ok=True)  # Cluster writes its address there
     cluster = Cluster()
     for _ in range(int(sys.argv[2])):
         cluster.add_node(num_cpus=8, num_gpus=2, include_dashboard=False, temp_dir=sys.argv[1])
