@@ -31,7 +31,7 @@ from gtrain.launch.children import die_with_parent, fork_with_pipe
 log = logging.getLogger(__name__)
 TERMINAL = "terminal.log"
 """The file in a job's folder with what the job prints."""
-_END_SECONDS = 60.0  # the servers of a job have up to 10 s to end
+_END_SECONDS = 20.0  # the servers of a job have up to 10 s to end
 
 
 class SideBySide(Launcher):
@@ -152,14 +152,16 @@ class _Job:
 
     def end(self) -> None:
         """End the job in order, and wait for it; kill it if it has not ended in time."""
-        os.kill(self._pid, signal.SIGTERM)
-        deadline = time.monotonic() + _END_SECONDS
-        while select.select([self.pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            if not self.read():
-                break
-        else:  # Python drops an exception of a signal's handler that is raised in a callback of the interpreter
-            print(f"gtrain: job {self.number} did not end in {_END_SECONDS:g} s and is killed", file=sys.stderr)
-            os.kill(self._pid, signal.SIGKILL)
+        # Twice: Python drops an exception of a signal's handler that is raised in a callback of the interpreter.
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
+            os.kill(self._pid, number)
+            deadline = time.monotonic() + _END_SECONDS
+            while select.select([self.pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                if not self.read():
+                    os.close(self.pipe)
+                    os.waitpid(self._pid, 0)
+                    return
+        print(f"gtrain: job {self.number} did not end and was killed", file=sys.stderr)
         os.close(self.pipe)
         os.waitpid(self._pid, 0)
 

@@ -36,6 +36,10 @@ PS = (
     "trainer.precision=64-true",
 )
 """Two workers and two servers, whose results do not depend on restarts."""
+LONG = pytest.mark.skipif(
+    os.environ.get("GTRAIN_TEST_RAY") != "1",
+    reason="ten minutes and more: GTRAIN_TEST_RAY=1 runs the long tests of Ray",
+)
 
 
 OWN = """
@@ -195,6 +199,7 @@ def test_a_cluster_of_its_own_trains_like_local_ranks_and_leaves_nothing(tmp_pat
     assert (tmp_path / "run" / "logs" / "rank-1.log").exists()
 
 
+@LONG
 @pytest.mark.slow
 def test_killed_actors_and_processes_of_servers_and_ranks_come_back(cluster: Cluster, tmp_path: Path) -> None:
     job = Running(tmp_path, *PS, env=cluster.environment)
@@ -215,6 +220,7 @@ def test_killed_actors_and_processes_of_servers_and_ranks_come_back(cluster: Clu
     like_local(tmp_path, *PS)
 
 
+@LONG
 @pytest.mark.slow
 def test_ten_kills_of_actors(cluster: Cluster, tmp_path: Path) -> None:
     job = Running(tmp_path, *PS, "strategy.max_restarts=10", env=cluster.environment)
@@ -229,6 +235,7 @@ def test_ten_kills_of_actors(cluster: Cluster, tmp_path: Path) -> None:
     like_local(tmp_path, *PS, "strategy.max_restarts=10")
 
 
+@LONG
 @pytest.mark.slow
 @pytest.mark.parametrize("embedded", [True, False])
 def test_the_death_of_the_command_leaves_no_process(embedded: bool, cluster: Cluster, tmp_path: Path) -> None:
@@ -242,6 +249,7 @@ def test_the_death_of_the_command_leaves_no_process(embedded: bool, cluster: Clu
     assert shared_memory() == memory
 
 
+@LONG
 @pytest.mark.slow
 @pytest.mark.parametrize("embedded", [True, False])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -255,6 +263,7 @@ def test_signals_end_a_job_as_they_end_a_local_one(
     until(lambda: not marked(job.mark), tmp_path)
 
 
+@LONG
 @pytest.mark.slow
 def test_the_first_cause_is_named(cluster: Cluster, tmp_path: Path) -> None:
     command = ("cluster=ray", *SAR, "hydra.run.dir=run")
@@ -265,6 +274,7 @@ def test_the_first_cause_is_named(cluster: Cluster, tmp_path: Path) -> None:
     assert done.returncode == 1 and "Traceback" not in done.stderr, show(done)
 
 
+@LONG
 @pytest.mark.slow
 def test_a_job_restarts_from_its_last_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
     """After the death of a rank, and after the death of a machine's actor, which ends all processes of the machine."""
@@ -277,6 +287,7 @@ def test_a_job_restarts_from_its_last_checkpoint(cluster: Cluster, tmp_path: Pat
     assert tested["test/loss"] == pytest.approx(trained["test/loss"], rel=1e-6)
 
 
+@LONG
 @pytest.mark.slow
 def test_a_lost_machine_restarts_the_job(cluster: Cluster, tmp_path: Path) -> None:
     job = Running(tmp_path, *PS, "cluster.max_restarts=1", env=cluster.environment)
@@ -290,6 +301,7 @@ def test_a_lost_machine_restarts_the_job(cluster: Cluster, tmp_path: Path) -> No
     like_local(tmp_path, *PS)
 
 
+@LONG
 @pytest.mark.slow
 def test_a_job_saves_and_leaves_a_node_that_is_drained(tmp_path: Path) -> None:
     """It goes on from its checkpoint on the other node; Ray puts no actors on a node that it drains."""
@@ -307,6 +319,7 @@ def test_a_job_saves_and_leaves_a_node_that_is_drained(tmp_path: Path) -> None:
     like_local(tmp_path, *SAR)
 
 
+@LONG
 @pytest.mark.slow
 def test_a_node_without_the_folders_of_the_command(tmp_path: Path) -> None:
     """It gets the command's module, the store from machine 0, and sends its part of checkpoints and its logs."""
@@ -330,6 +343,7 @@ def test_a_node_without_the_folders_of_the_command(tmp_path: Path) -> None:
     assert "rank 1 sees the command's folder: False" in notes[1]
 
 
+@LONG
 @pytest.mark.slow
 def test_ranks_of_a_machine_see_the_gpus_that_ray_assigned_to_them(cluster: Cluster, tmp_path: Path) -> None:
     """The cluster's GPUs are numbers only; which of them a rank uses, its number on the machine says."""
@@ -350,6 +364,7 @@ def test_ranks_of_a_machine_see_the_gpus_that_ray_assigned_to_them(cluster: Clus
     )
 
 
+@LONG
 @pytest.mark.slow
 def test_jobs_of_a_sweep_run_side_by_side(cluster: Cluster, tmp_path: Path) -> None:
     """Each takes 4 of the cluster's 16 CPUs, so that all of them fit."""
@@ -363,6 +378,7 @@ def test_jobs_of_a_sweep_run_side_by_side(cluster: Cluster, tmp_path: Path) -> N
         equal(summary(tmp_path / "sweep" / str(number)), summary(tmp_path / "local" / str(seed)))
 
 
+@LONG
 @pytest.mark.slow
 def test_pbg_continues_without_a_machine_whose_worker_dies(cluster: Cluster, tmp_path: Path) -> None:
     """Its checkpoints do not wait for the files of the lost rank."""
@@ -374,6 +390,7 @@ def test_pbg_continues_without_a_machine_whose_worker_dies(cluster: Cluster, tmp
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt" / "manifest.json").exists()
 
 
+@LONG
 @pytest.mark.slow
 def test_resources_that_the_cluster_lacks(cluster: Cluster, tmp_path: Path) -> None:
     arguments = ("cluster=ray", *SAR, "cluster.cpus_per_rank=100", "cluster.timeout_seconds=1")
