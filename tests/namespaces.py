@@ -20,9 +20,11 @@ class Network:
 
     Args:
         machines: number of machines.
+        rate: limit of what each machine sends, in the notation of tc, such as ``100mbit``; None: no limit.
     """
 
-    def __init__(self, machines: int) -> None:
+    def __init__(self, machines: int, rate: str | None = None) -> None:
+        self._rate = rate
         self._hub = f"gtrain-{os.getpid()}-hub"
         self._names = [f"gtrain-{os.getpid()}-{machine}" for machine in range(machines)]
 
@@ -39,6 +41,9 @@ class Network:
                 _ip(f"-n {where} link set {link} up")
             _ip(f"-n {name} route add default dev eth0")
             _ip(f"-n {self._hub} link set port{machine} master bridge")
+            if self._rate is not None:
+                limit = f"tc -n {name} qdisc add dev eth0 root tbf rate {self._rate} burst 256kb latency 50ms"
+                subprocess.run(limit.split(), capture_output=True, check=True, text=True)
 
     def remove(self) -> None:
         """Remove what :meth:`make` made, all of it or less."""
@@ -48,6 +53,10 @@ class Network:
     def address(self, machine: int) -> str:
         """The address of a machine."""
         return f"10.77.0.{machine + 1}"
+
+    def command(self, machine: int, *arguments: str) -> list[str]:
+        """Return the command that runs ``arguments`` on a machine."""
+        return ["ip", "netns", "exec", self._names[machine], *arguments]
 
     def link(self, machine: int, state: str) -> None:
         """Take the port of a machine at the switch ``down``, or ``up`` again."""
@@ -66,9 +75,9 @@ class Network:
 
 
 @contextmanager
-def network(machines: int) -> Iterator[Network]:
+def network(machines: int, rate: str | None = None) -> Iterator[Network]:
     """Machines that are gone afterwards; skips the test where they cannot be made."""
-    made = Network(machines)
+    made = Network(machines, rate)
     try:
         if os.geteuid() != 0:
             pytest.skip("network namespaces take root")

@@ -8,8 +8,6 @@ store opens that one, so machines that do share a folder fetch nothing.
 from __future__ import annotations
 
 import json
-import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +15,13 @@ from typing import Any
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from gtrain.data.module import GraphDataModule
-from gtrain.errors import PeerLostError
 from gtrain.graph.store import Store
 from gtrain.graph.store.files import file_crc
 from gtrain.graph.store.replica import MANIFEST, Replica
-from gtrain.launch.environment import say_waiting
+from gtrain.launch.environment import WaitReport
 from gtrain.launch.file_server import FileServer, ServedFolder
-from gtrain.launch.job_store import JobNetwork, job_network, job_store
-from gtrain.strategy.mesh import SAY_SECONDS
+from gtrain.launch.job_store import POLL_SECONDS, JobNetwork, job_network, job_store
+from gtrain.launch.key_value import KeyValueStore
 
 _servers: list[FileServer] = []
 """They serve as long as this process lives."""
@@ -94,16 +91,13 @@ class _PublishedStore:
         return ServedFolder(self._wait()["address"], self.network.key_file).read(name)
 
     @property
-    def _registry(self) -> Any:
+    def _registry(self) -> KeyValueStore:
         """The part of the job's key-value store in which stores are published."""
         return job_store(self.environment).prefixed("gtrain-data")
 
     def _wait(self) -> dict[str, Any]:
         """Wait until rank 0 has published the store, which takes as long as it prepares the store."""
-        start, registry = time.monotonic(), self._registry
-        while True:
-            try:
-                return dict(json.loads(registry.get(self.key, SAY_SECONDS)))
-            except PeerLostError:
-                if not registry.check([self.key]):  # raises PeerLostError if the store is gone
-                    say_waiting(f"{self.network.name_of(0)} to prepare the data", math.floor(time.monotonic() - start))
+        registry, report = self._registry, WaitReport(f"{self.network.name_of(0)} to prepare the data")
+        while (value := registry.poll(self.key, POLL_SECONDS)) is None:
+            report()
+        return dict(json.loads(value))

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 
-import hosts
 import pytest
 from forked import gtrain
 from helpers import ok, run, show, summary
+from namespaces import network
 
 from gtrain.wire import Security
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hosts.available(), reason=hosts.REASON)]
+pytestmark = pytest.mark.slow
 PLANTED = ("data.num_nodes=800", "data.num_edges=6000")
 CASES = {
     "sar": ("strategy=sar", *PLANTED),
@@ -35,12 +35,12 @@ def test_four_hosts_train_as_one(name: str, tmp_path: Path) -> None:
     folders = [tmp_path / f"host{number}" for number in range(4)]
     for folder in folders:
         folder.mkdir()
-    with hosts.hosts(4, "100mbit") as machines:
-        where = (f"cluster.rendezvous=tcp://{machines[0].address}:29500", f"cluster.key_file={tmp_path}/job.key")
+    with network(4, "100mbit") as machines:
+        where = (f"cluster.rendezvous=tcp://{machines.address(0)}:29500", f"cluster.key_file={tmp_path}/job.key")
 
         def start(number: int) -> CompletedProcess[str]:
             job = ("-m", "gtrain", *CASES[name], *JOB, "cluster=manual", f"cluster.rank={number}", *where)
-            return run(machines[number].command(sys.executable, *job, "hydra.run.dir=run"), cwd=folders[number])
+            return run(machines.command(number, sys.executable, *job, "hydra.run.dir=run"), cwd=folders[number])
 
         with ThreadPoolExecutor(4) as pool:
             ends = list(pool.map(start, range(4)))
