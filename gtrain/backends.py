@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from gtrain.errors import ConfigError
+from gtrain.moved import renamed
 from gtrain.settings import as_typed
 
 GROUP = "gtrain.backends"
@@ -265,7 +266,10 @@ class Backend:
         return tuple(plan for plan in plans if plan.name == WORKER or plan.count)
 
 
-class Installed(dict[str, EntryPoint]):
+__getattr__ = renamed(__name__, {"Installed": "InstalledBackends"})
+
+
+class InstalledBackends(dict[str, EntryPoint]):
     """Entry points by the name that ``strategy=`` takes, in alphabetical order.
 
     Attributes:
@@ -276,7 +280,7 @@ class Installed(dict[str, EntryPoint]):
 
 
 @cache
-def installed() -> Installed:
+def installed() -> InstalledBackends:
     """Collect the entry points of all distributions.
 
     A folder on the path may contain stale metadata of a distribution that is installed elsewhere, such as a
@@ -303,7 +307,7 @@ def installed() -> Installed:
                 outdated.append(os.path.abspath(str(other.locate_file(""))))
             merged = {name: point for name, point in other_points.items() if _is_importable(point)} | merged
         points += merged.values()
-    result = Installed((point.name, point) for point in sorted(points, key=lambda point: point.name))
+    result = InstalledBackends((point.name, point) for point in sorted(points, key=lambda point: point.name))
     result.outdated = list(dict.fromkeys(outdated))  # a folder may be on the path twice
     return result
 

@@ -34,6 +34,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
+def generated_code_in_memory() -> None:
+    """Have PyG compile the code of convolutions without a file in the temporary folder, where tests use PyG."""
+    if "torch_geometric" in sys.modules:
+        from gtrain.launch.templates import keep_templates_in_memory
+
+        keep_templates_in_memory()
+
+
+@pytest.fixture(autouse=True)
 def nothing_runs_on() -> Iterator[None]:
     """End what a failed test has left running."""
     yield

@@ -229,9 +229,10 @@ def load() -> None:
     from gtrain import backends
     from gtrain.kernel_cache import find_cache
     from gtrain.launch import preload
+    from gtrain.launch.templates import keep_templates_in_memory
 
     preload.share_compiler()
-    preload.keep_templates_in_memory()  # of programs' parents too: their folder would fill
+    keep_templates_in_memory()  # of programs' parents too: their folder would fill
     find_cache()  # before kernels are imported, which keep the folder that they find
     for name in _IN_RANKS:
         importlib.import_module(name)

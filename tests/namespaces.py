@@ -1,4 +1,4 @@
-"""Machines of a job in network namespaces of their own, whose links a test can take down. Needs root and ``ip``."""
+"""One network namespace per machine of a job, so that a test can take links down. Needs root and ``ip``."""
 
 from __future__ import annotations
 

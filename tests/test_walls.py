@@ -56,6 +56,7 @@ LIGHT = (
     "gtrain.launch.shipping",
     "gtrain.launch.slot",
     "gtrain.launch.sockets",
+    "gtrain.launch.templates",
     "gtrain.messages",
     "gtrain.model.config",
     "gtrain.moved",
@@ -71,6 +72,11 @@ LATE = {
     "gtrain.launch.cuda": {"torch"},
     "gtrain.launch.interpreter": {"gtrain.kernel_cache"},
     "gtrain.launch.shipping": {"cloudpickle", "numpy", "torch"},
+    "gtrain.launch.templates": {
+        "jinja2",
+        "torch_geometric.nn.conv.message_passing",
+        "torch_geometric.nn.sequential",
+    },
     "gtrain.launch.links": {
         "cryptography",
         "cryptography.hazmat.primitives",

@@ -60,7 +60,7 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
 
     A source overrides :meth:`identity` and :meth:`read`, and sets ``name``. This class does the rest: the first process
     that needs the graph reads, checks, splits and partitions it and writes the store; all other processes open the
-    store. Rows of sparse features are nodes of a graph without edges. A source with settings of its own inherits from
+    store. Rows of sparse features are nodes of a graph without edges. A source that adds settings inherits from
     ``GraphDataModule[ITS_CONFIG]``.
 
     Args:
@@ -307,7 +307,7 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         """Open the store at ``remote_store``, and refuse one that was prepared with other options.
 
         Raises:
-            StoreError: there is no store, or it cannot be read.
+            StoreError: the store does not exist or cannot be read.
             ConfigError: its options differ; the message has the first key and both values.
         """
         address = self.settings.remote_store

@@ -65,7 +65,7 @@ def main() -> None:
     """Run every step; the entry point of the child process."""
     for name in MODULES:
         if name == METIS and importlib.util.find_spec(name) is None:
-            # Optional: there is no build for some platforms.
+            # Optional, because METIS is not built for every platform.
             continue
         _step(f"import {name}", lambda name=name: getattr(importlib.import_module(name), "__version__", None))  # type: ignore[misc]
     _step("gpus", _gpus)

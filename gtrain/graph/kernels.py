@@ -52,28 +52,24 @@ def count(keys: Ints, counts: Ints) -> None:
 
 
 @njit(cache=True, nogil=True)
-def place(
-    key: Ints, value: Ints, first: int, low: int, high: int, cursor: Ints, out_value: Ints, out_position: Ints
-) -> None:
-    """Scatter the edges with a key in ``low .. high-1`` to their columns: the second pass of a counting sort, stable.
+def scatter_to_columns(target: Ints, source: Ints, first: int, low: int, cursor: Ints, columns: ColumnEdges) -> None:
+    """Copy the edges of a range of columns to their columns: the second pass of a counting sort, stable.
 
     Args:
-        key: target of each edge, ``[e]``.
-        value: source of each edge, ``[e]``.
+        target: target of each edge, ``[e]``. Its column is ``target - low``; edges of other columns are skipped.
+        source: source of each edge, ``[e]``.
         first: position of the first of these edges in the source data.
-        low: smallest key to place.
-        high: largest key to place, plus 1.
-        cursor: ``[high - low]``, next free slot of each column; advanced.
-        out_value: output, the sources.
-        out_position: output, the edges' positions in the source data.
+        low: target of the first column.
+        cursor: ``[columns]``, next free slot of each column; advanced.
+        columns: output; ``time`` is not written.
     """
-    for e in range(key.size):
-        k = key[e]
-        if low <= k < high:
-            slot = cursor[k - low]
-            cursor[k - low] = slot + 1
-            out_value[slot] = value[e]
-            out_position[slot] = first + e
+    for e in range(target.size):
+        column = target[e] - low
+        if 0 <= column < cursor.size:
+            slot = cursor[column]
+            cursor[column] = slot + 1
+            columns.source[slot] = source[e]
+            columns.position[slot] = first + e
 
 
 @njit(cache=True, nogil=True)

@@ -23,6 +23,7 @@ from gtrain.launch.logs import STACKS_SIGNAL, capture, log_path, watch_stacks_si
 from gtrain.launch.shipping import write_result
 from gtrain.launch.slot import JobContext, Slot
 from gtrain.launch.sockets import Listener
+from gtrain.launch.templates import keep_templates_in_memory
 
 REPEAT_SECONDS = 9.0  # below the 10 s after which a wait is reported, so that a later wait is reported again
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
@@ -252,7 +253,7 @@ def _run_child(
             append=context.restarts + context.attempt > 0,
         )
         slots.enter(context)
-        sys.modules[PRELOAD].keep_templates_in_memory()
+        keep_templates_in_memory()
         value = resolve(spec.task)(*spec.args)
         if spec.result is not None and value is not None:
             write_result(spec.result, value)

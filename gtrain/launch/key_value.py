@@ -6,7 +6,6 @@ import contextlib
 import select
 import socket
 import ssl
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +16,7 @@ import msgpack
 from gtrain.errors import PeerLostError
 from gtrain.launch import links
 
-_LENGTH = struct.Struct("!I")
-_LONGEST = 16 << 20
+_LONGEST = 16 << 20  # bytes of a message
 _WAIT_SECONDS = 1.0
 """How often a client that waits for an answer reports it."""
 _END_SECONDS = 300.0
@@ -201,16 +199,8 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _send(connection: socket.socket, message: Any) -> None:
-    content = msgpack.packb(message)
-    connection.sendall(_LENGTH.pack(len(content)) + content)
+    links.send_frame(connection, msgpack.packb(message))
 
 
 def _receive(connection: socket.socket) -> Any:
-    head = bytearray(_LENGTH.size)
-    links.receive_into(connection, memoryview(head))
-    (length,) = _LENGTH.unpack(head)
-    if length > _LONGEST:
-        raise ConnectionAbortedError(f"a message of {length} bytes")
-    content = bytearray(length)
-    links.receive_into(connection, memoryview(content))
-    return msgpack.unpackb(content)
+    return msgpack.unpackb(links.receive_frame(connection, _LONGEST))

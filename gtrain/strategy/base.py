@@ -432,7 +432,7 @@ class GraphStrategy(ParallelStrategy):
             )
         self._check_data(dataloader)
         module = self.lightning_module
-        dataloader.draw_negatives(module.num_negatives if isinstance(module, DrawsNegatives) else None)
+        dataloader.set_num_negatives(module.num_negatives if isinstance(module, DrawsNegatives) else None)
         trainer, store = self.trainer, dataloader.store
         if trainer is not None and dataloader.split == "train":
             # A resumed run continues with the order of its next epoch.

@@ -250,8 +250,7 @@ class _Peer:
                     work.finish(self._gone(error))
                 raise error
             # Eager: at most EAGER_BYTES, so that messages without a buffer cannot fill the memory.
-            early = bytearray(size)
-            links.receive_into(source, memoryview(early))
+            early = links.receive_exactly(source, size)
             with self.lock:
                 # A buffer may have been posted meanwhile.
                 work = _pop(self._expected, tag)
@@ -404,10 +403,8 @@ class Mesh:
 
         def accept(connection: socket.socket) -> None:
             connection.settimeout(links.HANDSHAKE_SECONDS)
-            head = bytearray(_HELLO.size)
-            links.receive_into(connection, memoryview(head))
+            name, rank = _HELLO.unpack(links.receive_exactly(connection, _HELLO.size))
             connection.settimeout(None)
-            name, rank = _HELLO.unpack(head)
             with self._accepted:
                 # A rank of an earlier incarnation, or a second connection of the same one.
                 if name != mark or rank not in self._peers or self._peers[rank].source is not None:

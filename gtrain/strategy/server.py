@@ -32,7 +32,7 @@ from gtrain.launch.job_store import job_store
 from gtrain.launch.key_value import KeyValueStore, await_end
 from gtrain.launch.slot import JobContext, Slot
 from gtrain.strategy.counters import Counters, PeakMemory, cpu_seconds
-from gtrain.strategy.servers import FIGURES, START_SECONDS, Servers, directory, entry
+from gtrain.strategy.servers import FIGURES, START_SECONDS, Servers, server_directory, server_key
 from gtrain.wire import Caller, Client, Message, Security, Server
 
 Handler = Callable[[Message, Caller], Message | None]
@@ -141,7 +141,7 @@ class ServerContext:
         )
         if not self.known:
             location = {"address": self.address, "machine": socket.gethostname()}
-            directory(self.store).set(entry(self.slot.role, self.slot.rank), json.dumps(location))
+            server_directory(self.store).set(server_key(self.slot.role, self.slot.rank), json.dumps(location))
             self.known = True
         return server
 

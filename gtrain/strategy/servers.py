@@ -25,16 +25,16 @@ START_SECONDS = 300.0
 FIGURES = "gtrain.figures"
 """The request for a server's counters; every server answers it."""
 Traffic = dict[str, tuple[int, int]]
-"""Bytes that one worker sent to a server and received from it, by the server's entry in the directory."""
+"""Bytes that one worker sent to a server and received from it, by the server's key in the directory."""
 
 
-def directory(store: KeyValueStore) -> KeyValueStore:
+def server_directory(store: KeyValueStore) -> KeyValueStore:
     """Return the part of the job's key-value store in which servers register their addresses."""
     return store.prefixed("gtrain-servers")
 
 
-def entry(role: str, rank: int) -> str:
-    """Return the key of a server in the :func:`directory`."""
+def server_key(role: str, rank: int) -> str:
+    """Return the key of a server in the :func:`server_directory`."""
     return f"{role}/{rank}"
 
 
@@ -51,7 +51,7 @@ class Servers:
         self._environment, self._counters, self._timeout_seconds = environment, counters, timeout_seconds
         self._roster = slots.roster()
         self._clients: dict[tuple[str, int], Client] = {}
-        self._missing: set[tuple[str, int]] = set()
+        self._lost: set[tuple[str, int]] = set()
         self._figures: dict[tuple[str, int], dict[str, Any]] = {}  # the last ones of each server
         self._before: Traffic = {}
         self.traffic: Traffic = {}  # in training epochs
@@ -78,8 +78,8 @@ class Servers:
         """
         if role in self._roster.addresses:
             return self._roster.addresses[role][rank]
-        store, seconds = directory(job_store(self._environment)), max(self._timeout_seconds, START_SECONDS)
-        location = json.loads(await_key(store, entry(role, rank), self.name_of(role, rank), seconds))
+        store, seconds = server_directory(job_store(self._environment)), max(self._timeout_seconds, START_SECONDS)
+        location = json.loads(await_key(store, server_key(role, rank), self.name_of(role, rank), seconds))
         if location["address"].startswith("ipc:") and location["machine"] != socket.gethostname():
             raise ConfigError(
                 f"{role} {rank} is on machine {location['machine']} and has no key, so only that machine can reach it.",
@@ -110,10 +110,10 @@ class Servers:
         """Return this worker's clients of all servers of a role, in rank order."""
         return [self.client(role, rank) for rank in range(self.count(role))]
 
-    def miss(self, role: str, rank: int) -> None:
-        """Continue without a lost server: requests to it fail, and its last figures are kept."""
-        if (role, rank) not in self._missing:
-            self._missing.add((role, rank))
+    def mark_lost(self, role: str, rank: int) -> None:
+        """Continue without a lost server: requests to it fail, and :meth:`figures` repeats its last counters."""
+        if (role, rank) not in self._lost:
+            self._lost.add((role, rank))
             if (role, rank) in self._clients:
                 self._clients[role, rank].close(PeerLostError(f"{role} {rank} is lost"))
 
@@ -121,15 +121,15 @@ class Servers:
         """Return the counters of every server of the job, role by role, in rank order."""
         servers = [(role, rank) for role, count in self._roster.counts.items() for rank in range(count)]
         clients = {server: self.client(*server) for server in servers}
-        replies = {server: client.submit(FIGURES) for server, client in clients.items() if server not in self._missing}
+        replies = {server: client.submit(FIGURES) for server, client in clients.items() if server not in self._lost}
         # All requests were sent above, so that the servers reply at the same time.
         for server, reply in replies.items():
             try:
                 self._figures[server] = _wait_for_reply(clients[server], reply, self.name_of(*server)).fields
             except PeerLostError:
-                if server not in self._missing:
+                if server not in self._lost:
                     raise
-        if unknown := [entry(*server) for server in servers if server not in self._figures]:
+        if unknown := [server_key(*server) for server in servers if server not in self._figures]:
             raise PeerLostError(f"{', '.join(unknown)} was lost before it replied")
         return [self._figures[server] for server in servers]
 
@@ -156,7 +156,7 @@ class Servers:
 
     def _counts(self) -> Traffic:
         return {
-            entry(*server): (client.counters.bytes_sent, client.counters.bytes_received)
+            server_key(*server): (client.counters.bytes_sent, client.counters.bytes_received)
             for server, client in self._clients.items()
         }
 
@@ -210,7 +210,7 @@ class ServerMeter:
         """
         entries = []
         for index, figure in enumerate(figures):
-            counts = [worker.get(entry(figure["role"], figure["rank"]), (0, 0)) for worker in traffic]
+            counts = [worker.get(server_key(figure["role"], figure["rank"]), (0, 0)) for worker in traffic]
             spent = {
                 # What the workers received is what the server sent.
                 "bytes_sent": sum(received for _, received in counts),

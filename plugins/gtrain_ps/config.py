@@ -99,13 +99,13 @@ class PsConfig(StrategyConfig):
         return self.restarts if self.rest == "server" else 0
 
     @property
-    def keeps_workers(self) -> bool:
+    def keeps_replay_buffer(self) -> bool:
         """Whether servers keep a replay buffer for workers that are restarted, in this job or the next."""
         return self.rest == "server" and (self.worker_restarts > 0 or self.durability == "disk")
 
     @property
     def lag(self) -> int:
-        """The number of steps that a step may miss."""
+        """The number of earlier steps whose updates a step may lack; 0 if workers wait for each other."""
         return self.staleness if self.consistency == "async" else 0
 
 

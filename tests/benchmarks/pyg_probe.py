@@ -89,7 +89,7 @@ class Probe(pl.Callback):
 
 def remote_rows(trainer: pl.Trainer) -> int:
     """Rows of nodes that were asked of other ranks so far."""
-    return int(trainer.strategy._opened.rows.counts.fetched_nodes)
+    return int(trainer.strategy._opened.features.counts.fetched_nodes)
 
 
 def now() -> dict[str, float]:

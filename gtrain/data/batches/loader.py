@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +48,7 @@ class SeedLoader:
         epoch: number of the next epoch, advanced by each iteration; see :meth:`next_epoch`.
         task: ``node``: seeds are nodes; ``link``: seeds are edges, except for ``predict``, whose seeds are all nodes.
         num_negatives: negatives of each edge that a batch scores, ``dst_neg_index``; 0: none. A strategy sets it to
-            the ``num_negatives`` of the module that it trains, see :meth:`draw_negatives`.
+            the ``num_negatives`` of the module that it trains, see :meth:`set_num_negatives`.
         sampling: how a sampling strategy draws neighbours, and which negative edges a user's module gets.
         clock: returns the number of the next epoch if the caller counts epochs.
     """
@@ -143,7 +144,7 @@ class SeedLoader:
             return edge_seeds(graph, self.store, self.split, self.negatives())
         return node_seeds(graph, self.split)
 
-    def draw_negatives(self, count: int | None) -> None:
+    def set_num_negatives(self, count: int | None) -> None:
         """Set the number of negative targets drawn for each edge to a module's ``num_negatives``; None means 0.
 
         Raises:
@@ -157,6 +158,12 @@ class SeedLoader:
                 hint="set data.neg_sampling=null; it is for modules of your own.",
             )
         self.num_negatives = count or 0
+
+    def draw_negatives(self, count: int | None) -> None:
+        """Call :meth:`set_num_negatives`, which had this name in release 0.1.0."""
+        message = "draw_negatives() is now set_num_negatives(); the old name works until the next release"
+        warnings.warn(message, FutureWarning, stacklevel=2)
+        self.set_num_negatives(count)
 
     def negatives(self) -> Negatives | None:
         """Return the sampler of negative edges for the split's batches; None without negatives."""

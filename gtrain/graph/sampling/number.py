@@ -8,7 +8,7 @@ id with its *turn*, the number of the batch that wrote it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -21,6 +21,24 @@ Array = NDArray[Any]
 
 _LOCAL = np.int64(0xFFFFFFFF)
 _AHEAD = 32  # edges
+
+
+class NodeMap(NamedTuple):
+    """The batch's nodes in order of discovery, and an open-addressing hash map from (node, subgraph) to local ids.
+
+    Attributes:
+        slots: int64 ``[2**n, 2]``: the key ``node * width + subgraph``, and ``turn << 32 | local_id``.
+        turn: number of the current batch, 1 .. 2**31 - 1; slots with another turn are free.
+        width: number of subgraphs.
+        node: int64, global ids; has room for nodes to come.
+        subgraph: int64, the subgraph of each node; has the same room.
+    """
+
+    slots: Array
+    turn: int
+    width: int
+    node: Array
+    subgraph: Array
 
 
 @njit(cache=True, nogil=True)
@@ -63,59 +81,49 @@ def number_dense(table: Array, first: int, nodes: Array, count: int, row: Array)
 
 
 @njit(cache=True, nogil=True)
-def number_hashed(
-    table: Array,
-    turn: int,
-    width: int,
-    nodes: Array,
-    batch: Array,
-    count: int,
-    row: Array,
-    column: Array,
-    subgraph: Array,
-) -> int:
-    """Do the same as :func:`number_dense`, with an open-addressing hash map by (node, subgraph).
+def number_hashed(nodes: NodeMap, count: int, row: Array, column: Array, subgraph: Array) -> int:
+    """Do the same as :func:`number_dense` within each subgraph, with a hash map.
 
     Args:
-        table: int64 ``[2**n, 2]``: the key ``node * width + subgraph``, and ``turn << 32 | local_id``.
-        turn: number of this batch, 1 .. 2**31 - 1.
-        width: number of subgraphs.
-        nodes, count, row: see :func:`number_dense`.
-        batch: int64, the subgraph of each of ``nodes``, with the same capacity.
+        nodes: has room for e more.
+        count, row: see :func:`number_dense`.
         column: int64 ``[e]``, the local id of each edge's target.
-        subgraph: int64, the subgraph of each target by local id; ``batch`` itself if both ends have the same type.
+        subgraph: int64, the subgraph of each target by local id; ``nodes.subgraph`` itself if both ends of the edges
+            have the same type.
     """
-    mask = table.shape[0] - 1
+    slots, turn, width = nodes.slots, nodes.turn, nodes.width
+    mask = slots.shape[0] - 1
     for j in range(row.size):
         node, owner = row[j], subgraph[column[j]]
         key = node * width + owner
         slot = slot_of(key, mask)
         # A slot with another turn is free. Linear probing needs no deletion: a whole batch expires at once.
-        while table[slot, 1] >> 32 == turn and table[slot, 0] != key:
+        while slots[slot, 1] >> 32 == turn and slots[slot, 0] != key:
             slot = (slot + 1) & mask
-        if table[slot, 1] >> 32 == turn:
-            row[j] = table[slot, 1] & _LOCAL
+        if slots[slot, 1] >> 32 == turn:
+            row[j] = slots[slot, 1] & _LOCAL
         else:
-            table[slot, 0] = key
-            table[slot, 1] = turn << 32 | count
-            nodes[count] = node
-            batch[count] = owner
+            slots[slot, 0] = key
+            slots[slot, 1] = turn << 32 | count
+            nodes.node[count] = node
+            nodes.subgraph[count] = owner
             row[j] = count
             count += 1
     return count
 
 
 @njit(cache=True, nogil=True)
-def rehash(table: Array, turn: int, width: int, nodes: Array, batch: Array, count: int) -> None:
-    """Insert the batch's nodes so far into a new, empty hash map."""
-    mask = table.shape[0] - 1
+def rehash(nodes: NodeMap, count: int) -> None:
+    """Insert the batch's first ``count`` nodes into a new hash map, ``nodes.slots``, which is empty."""
+    slots, turn, width = nodes.slots, nodes.turn, nodes.width
+    mask = slots.shape[0] - 1
     for j in range(count):
-        key = nodes[j] * width + batch[j]
+        key = nodes.node[j] * width + nodes.subgraph[j]
         slot = slot_of(key, mask)
-        while table[slot, 1] >> 32 == turn:
+        while slots[slot, 1] >> 32 == turn:
             slot = (slot + 1) & mask
-        table[slot, 0] = key
-        table[slot, 1] = turn << 32 | j
+        slots[slot, 0] = key
+        slots[slot, 1] = turn << 32 | j
 
 
 @njit(cache=True, nogil=True)
@@ -124,30 +132,29 @@ def keep_dense(table: Array, first: int, row: Array, column: Array, position: Ar
 
     ``row``, ``column`` and ``position`` are int64 ``[e]``; ``row`` holds global ids on entry and local ids on return.
     """
-    edges = 0
+    size = 0
     for j in range(row.size):
         entry = table[row[j]]
         if entry >= first:
-            # In place: edges <= j, so nothing is overwritten before it is read.
-            row[edges], column[edges], position[edges] = entry - first, column[j], position[j]
-            edges += 1
-    return edges
+            # In place: size <= j, so nothing is overwritten before it is read.
+            row[size], column[size], position[size] = entry - first, column[j], position[j]
+            size += 1
+    return size
 
 
 @njit(cache=True, nogil=True)
-def keep_hashed(
-    table: Array, turn: int, width: int, row: Array, column: Array, position: Array, subgraph: Array
-) -> int:
-    """Do the same as :func:`keep_dense`, within each subgraph; arguments as of :func:`number_hashed`."""
-    mask = table.shape[0] - 1
-    edges = 0
+def keep_hashed(nodes: NodeMap, row: Array, column: Array, position: Array, subgraph: Array) -> int:
+    """Do the same as :func:`keep_dense` within each subgraph; ``subgraph`` as in :func:`number_hashed`."""
+    slots, turn, width = nodes.slots, nodes.turn, nodes.width
+    mask = slots.shape[0] - 1
+    size = 0
     for j in range(row.size):
         key = row[j] * width + subgraph[column[j]]
         slot = slot_of(key, mask)
         # The same search as in number_hashed, but a missing key is not inserted.
-        while table[slot, 1] >> 32 == turn and table[slot, 0] != key:
+        while slots[slot, 1] >> 32 == turn and slots[slot, 0] != key:
             slot = (slot + 1) & mask
-        if table[slot, 1] >> 32 == turn:
-            row[edges], column[edges], position[edges] = table[slot, 1] & _LOCAL, column[j], position[j]
-            edges += 1
-    return edges
+        if slots[slot, 1] >> 32 == turn:
+            row[size], column[size], position[size] = slots[slot, 1] & _LOCAL, column[j], position[j]
+            size += 1
+    return size

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gtrain.graph.sampling import number
+from gtrain.graph.sampling.number import NodeMap
 
 Array = NDArray[Any]
 
@@ -104,15 +105,17 @@ class NodeNumbering:
         if not self.hashed:
             self.count = number.number_dense(self.table, self.turn, self.node, self.count, row)
             return
-        self.count = number.number_hashed(
-            self.table, self.turn, self.width, self.node, self.batch, self.count, row, column, subgraph
-        )
+        self.count = number.number_hashed(self._map, self.count, row, column, subgraph)
 
     def keep(self, row: Array, column: Array, position: Array, subgraph: Array) -> int:
         """Drop edges whose source is not in the batch; return the number of the others, moved to the front."""
         if not self.hashed:
             return int(number.keep_dense(self.table, self.turn, row, column, position))
-        return int(number.keep_hashed(self.table, self.turn, self.width, row, column, position, subgraph))
+        return int(number.keep_hashed(self._map, row, column, position, subgraph))
+
+    @property
+    def _map(self) -> NodeMap:
+        return NodeMap(self.table, self.turn, self.width, self.node, self.batch)
 
     def _reserve(self, extra: int) -> None:
         size = self.count + extra
@@ -127,7 +130,7 @@ class NodeNumbering:
             slots *= 2
         if slots > self.table.shape[0]:
             self.table = np.zeros((slots, 2), np.int64)
-            number.rehash(self.table, self.turn, self.width, self.node, self.batch, self.count)
+            number.rehash(self._map, self.count)
 
 
 class SpanBuffer:

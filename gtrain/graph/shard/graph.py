@@ -143,7 +143,7 @@ class HeteroShard:
     No field is None. Held-out edges are not in a shard.
 
     Example: parts 0 and 1 own one author (0 | 1) and two papers (0, 1 | 2, 3) each. Of the edges author writes paper
-    0 -> 0 and 1 -> 1, and of the edges paper cites paper 2 -> 0 and 1 -> 0, part 0 has all, for they point at its
+    0 -> 0 and 1 -> 1, and of the edges paper cites paper 2 -> 0 and 1 -> 0, part 0 has all, because they point at its
     papers. Its authors have ``halo ([], [1])`` and ``block_ptr [0, 1, 2]``, its papers ``halo ([], [2])`` and
     ``block_ptr [0, 2, 3]``; ``edge_index`` is ``[[0, 1], [0, 1]]`` for writes and, block 0 first, ``[[1, 2], [0, 0]]``
     for cites.

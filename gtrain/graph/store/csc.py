@@ -172,9 +172,10 @@ class SortedColumns:
             self._buffers = (np.empty(0, np.int64), np.empty(0, np.int64))  # free the smaller buffers first
             self._buffers = (np.empty(count, np.int64), np.empty(count, np.int64))
         source, edge_id = (buffer[:count] for buffer in self._buffers)
+        columns = kernels.ColumnEdges(np.empty(0, np.int64), source, edge_id)
         cursor = indptr[:-1].copy()
         for first, sources, targets in self._view.pieces():
-            kernels.place(targets, sources, first, start, stop, cursor, source, edge_id)
+            kernels.scatter_to_columns(targets, sources, first, start, cursor, columns)
         _map_in_place(source, self._view.source_ids)
         if self._sort:
             kernels.sort_columns(indptr, self._times(edge_id), source, edge_id)

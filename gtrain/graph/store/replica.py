@@ -149,7 +149,7 @@ class RemoteFolder:
             ) from error
         except StoreError:
             raise
-        except Exception as error:  # each client raises errors of its own
+        except Exception as error:  # fsspec's clients share no base class of errors
             reason = str(error) or type(error).__name__
             raise StoreError(
                 f"{self.address}/{name} cannot be read or written: {reason}",

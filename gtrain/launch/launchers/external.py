@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,12 +15,13 @@ from omegaconf import DictConfig, open_dict
 from gtrain.errors import ConfigError
 from gtrain.launch import keeper
 from gtrain.launch.agent import preload
-from gtrain.launch.children import PRELOAD, resolve
+from gtrain.launch.children import resolve
 from gtrain.launch.job import counts_of
 from gtrain.launch.launchers.base import Launcher, RankInfo
 from gtrain.launch.request import JobRequest
 from gtrain.launch.slot import ServerRoster, set_roster
 from gtrain.launch.sockets import Listener, listen_here, listen_tcp
+from gtrain.launch.templates import keep_templates_in_memory
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -106,7 +106,7 @@ class ExternalLauncher(Launcher):
         set_roster(ServerRoster(counts_of(plans), {}, key_file), self.attempt())
         with keeper.keeper_for(rank_info, plans, cfg) as servers:
             preload()
-            sys.modules[PRELOAD].keep_templates_in_memory()
+            keep_templates_in_memory()
             request.preflight(request.resolved())
             self.ranks_meet = True
             with self.meeting(request.cfg, rank_info):

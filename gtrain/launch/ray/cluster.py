@@ -43,7 +43,7 @@ def connected(cfg: DictConfig, needed: Sequence[Resources]) -> Iterator[None]:
 
     Args:
         cfg: the composed configuration.
-        needed: the resources of each machine of the job; a cluster of its own has them.
+        needed: the resources of each machine of the job. If the command starts the cluster, it gives it their sum.
 
     Raises:
         ConfigError: the cluster cannot be reached.

@@ -1,7 +1,8 @@
 """The process of a Ray cluster that a command starts for its job: ``python -m gtrain.launch.ray.own_cluster OPTIONS``.
 
-It has a process group of its own, so that Ctrl-C and other signals to the group of the command do not reach Ray before
-the command has ended its job. It ends when its standard input does, however the command dies, and removes Ray's files.
+It runs in a new process group, so that Ctrl-C and other signals to the command's group do not reach Ray before the
+command has ended its job. Its standard input closes when the command ends or dies; then it stops Ray and removes its
+files.
 """
 
 from __future__ import annotations

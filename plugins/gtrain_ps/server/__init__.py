@@ -1,1 +1,1 @@
-"""What a server does: products and updates, what it keeps for workers that come back, memory that outlives it."""
+"""Parameter servers: products, updates, the replay buffer for restarted workers, memory that outlives the process."""

@@ -43,7 +43,7 @@ def main(context: ServerContext) -> None:
     journal = _open_journal(context, settings) if settings.durability == "disk" else None
     if journal is not None:
         journal.load(memory)
-    engine = Engine(trainer["num_nodes"] * trainer["devices"], settings.lag, memory, settings.keeps_workers)
+    engine = Engine(trainer["num_nodes"] * trainer["devices"], settings.lag, memory, settings.keeps_replay_buffer)
     service = ParameterService(engine, context.slot.rank)
     if journal is not None:
         service.replay_journal(journal)

@@ -44,7 +44,7 @@ class RestartingStrategy(GraphStrategy):
     @property
     def _workers_restart(self) -> bool:
         """Whether a worker that dies is restarted, in this job or the next."""
-        return self.settings.keeps_workers and self.started_by_agent
+        return self.settings.keeps_replay_buffer and self.started_by_agent
 
     @property
     def outlives_job(self) -> bool:

@@ -190,7 +190,7 @@ class SampleServer:
         self._source_dtype = index_dtype(max(int(starts[-1]) for starts in book.offsets.values()))
         edges = [int(np.diff(starts)[part]) for starts in book.edge_offsets.values()]
         self._position_dtype = index_dtype(max(edges, default=0))
-        # Requests of several peers are served in several threads, each with buffers of its own.
+        # Several threads serve the requests of peers; each needs its own buffers.
         self._memory = threading.local()
 
     def __call__(self, message: Message) -> Message:

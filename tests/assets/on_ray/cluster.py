@@ -1,6 +1,6 @@
 """A Ray cluster, which prints its address and ends with its standard input: ``cluster.py FOLDER NODES [HIDDEN]``.
 
-Each node claims two GPUs. One more node, in a mount namespace of its own, does not see the folder HIDDEN.
+Each node claims two GPUs. With HIDDEN, one more node runs in a separate mount namespace, where that folder is missing.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def shared_memory() -> list[str]:
 
 
 class Cluster:
-    """A cluster in processes of its own."""
+    """A Ray cluster in separate processes (``tests/assets/on_ray/cluster.py``)."""
 
     def __init__(self, folder: str, nodes: int, *hidden: str) -> None:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2}

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from gtrain import backends
 from gtrain.moved import MOVED
 
 
@@ -34,6 +35,13 @@ def test_an_old_folder_can_be_imported_from() -> None:
         sys.modules.pop("gtrain.graph.ingest.edge_list", None)
         from gtrain.graph.ingest.edge_list import read_edge_list as old
     assert old is read_edge_list
+
+
+def test_a_renamed_name_gives_the_same_object_and_warns() -> None:
+    with pytest.warns(FutureWarning, match="backends.Installed is now gtrain.backends.InstalledBackends"):
+        assert backends.Installed is backends.InstalledBackends
+    with pytest.raises(AttributeError, match="has no attribute 'Uninstalled'"):
+        _ = backends.Uninstalled
 
 
 def test_a_name_that_never_was_is_still_missing() -> None:

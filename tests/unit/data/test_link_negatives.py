@@ -137,14 +137,17 @@ def test_a_module_says_how_many_false_edges_it_needs(tmp_path: Path) -> None:
     store = stored(plain(), tmp_path, 1)
     loader = SeedLoader(store, "train", task="link")
     assert "dst_neg_index" not in next(iter(loader))
-    loader.draw_negatives(3)
+    loader.set_num_negatives(3)
     assert next(iter(loader)).dst_neg_index.shape == (len(PartEdges(store, None, "train", [0])), 3)
     asked = SeedLoader(store, "train", task="link", sampling=Sampling(neg_sampling="binary"))
     with pytest.raises(
         ConfigError, match=r"data.neg_sampling=binary was set, and the model draws .*model.num_negatives=2"
     ):
-        asked.draw_negatives(2)
-    asked.draw_negatives(None)
+        asked.set_num_negatives(2)
+    asked.set_num_negatives(None)
+    with pytest.warns(FutureWarning, match=r"draw_negatives\(\) is now set_num_negatives\(\)"):
+        loader.draw_negatives(2)
+    assert loader.num_negatives == 2
 
 
 def test_a_link_predictor_says_what_the_batch_lacks(tmp_path: Path) -> None:
