@@ -107,11 +107,11 @@ def _check_strategy(strategy: GraphStrategy, sketch: ModelSketch, model: str, ty
             error = refusal
     if reason is None and error is None and not violated:
         return
-    preset = _preset_keys(name)
+    preset = _preset_keys(name).difference(typed)
     chosen = {
         key: value for key, value in settings.items() if key in typed or (key.startswith("data.") and key not in preset)
     }
-    others = sketch.served_by(chosen)
+    others = sketch.served_by(chosen, preset)
     if error is not None:
         advice = f"; or choose strategy={' or '.join(others)}." if others else "."
         raise ConfigError(error.message, hint=f"{(error.hint or 'choose another optimizer').rstrip('.')}{advice}")

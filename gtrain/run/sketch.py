@@ -6,7 +6,9 @@ from the source's outline of its graph (:attr:`gtrain.data.module.GraphDataModul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields
 from typing import Any
 
 import lightning.pytorch as pl
@@ -124,17 +126,26 @@ class ModelSketch:
         optimizers = configured["optimizer"] if isinstance(configured, dict) else configured
         strategy.check_optimizers(self.model, optimizers if isinstance(optimizers, (list, tuple)) else [optimizers])
 
-    def served_by(self, settings: Mapping[str, Any]) -> list[str]:
-        """Return the names of the installed strategies that train this model with these settings."""
-        return [name for name in backends.serving(self.traits, settings) if self._is_served(name)]
+    def served_by(self, settings: Mapping[str, Any], preset: Collection[str] = ()) -> list[str]:
+        """Return the names of the installed strategies that train this model with these settings.
 
-    def _is_served(self, name: str) -> bool:
+        Args:
+            settings: values that the user chose, by key.
+            preset: keys that the refused strategy set; those of ``data`` have their defaults with another strategy.
+        """
+        data = copy.copy(self._data)
+        for field in fields(data.settings_type):
+            if f"data.{field.name}" in preset and field.default is not MISSING:
+                setattr(data, field.name, field.default)
+        return [name for name in backends.serving(self.traits, settings) if self._is_served(name, data)]
+
+    def _is_served(self, name: str, data: GraphDataModule) -> bool:
         if self.model is None or not self.certain:
             return True
         config = {**self._config, "trainer": _PLAIN_TRAINER}
         try:
             strategy = backends.get(name).load_strategy()()
-            strategy.check_start(make_trainer(config, strategy, self._data), self.model, None)
+            strategy.check_start(make_trainer(config, strategy, data), self.model, None)
             self.check_optimizers(strategy)
         except GtrainError:
             return False

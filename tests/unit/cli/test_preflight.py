@@ -195,6 +195,7 @@ def settings_for(model: str) -> list[str]:
         (["strategy=ps"], "this model has none on this data. Strategies that do: pyg, sar, single."),
         (["strategy=pbg"], "no layers that pass messages. Strategies that do: pyg, sar, single."),
         (["strategy=sar", "data=planted_kg", "model=kg"], "Strategies that do: pbg, ps, single."),
+        (["strategy=pyg", "data=planted_kg", "model=kg"], "Strategies that do: pbg, ps, single."),
         (["strategy=ps", "data=planted_hetero", "model=hgt"], "its optimizer is not one of gtrain.nn"),
         (["strategy=single", "+model.bogus=1"], "unexpected keyword argument 'bogus'"),
         (["strategy=single", "model.optimizer._target_=torch.optim.Adm"], "model.optimizer._target_=torch.optim.Adm"),
