@@ -73,9 +73,9 @@ def marked(mark: str) -> list[int]:
     return pids
 
 
-def shared_memory() -> list[str]:
-    """Files of Ray's object stores."""
-    return sorted(path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("plasma", "ray")))
+def shared_memory() -> set[str]:
+    """Files of Ray's object stores, of clusters of other tests too, which end with them."""
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("plasma", "ray"))}
 
 
 class Cluster:
@@ -190,8 +190,8 @@ def test_a_cluster_of_its_own_trains_like_local_ranks_and_leaves_nothing(tmp_pat
     with tempfile.TemporaryDirectory(prefix="r-") as temporary:  # its path is short, as Ray's sockets need it
         environment = {"TMPDIR": temporary, "GTRAIN_MARK": mark}
         done = ok(gtrain("cluster=ray", *SAR, "hydra.run.dir=run", cwd=tmp_path, env=environment))
-        until(lambda: not marked(mark), tmp_path)
-        assert os.listdir(temporary) == [] and shared_memory() == memory
+        until(lambda: not marked(mark) and shared_memory() <= memory, tmp_path)
+        assert os.listdir(temporary) == []
     like_local(tmp_path, *SAR)
     assert "store data/stores/planted" in done.stdout, "the log of rank 0"
     assert "store data/stores/planted" in (tmp_path / "run" / "gtrain.log").read_text()
@@ -245,8 +245,7 @@ def test_the_death_of_the_command_leaves_no_process(embedded: bool, cluster: Clu
     job.process.kill()
     assert job.end() == -signal.SIGKILL
     until(lambda: not marked(job.mark), tmp_path)
-    until(lambda: not cluster.actors(), tmp_path)
-    assert shared_memory() == memory
+    until(lambda: not cluster.actors() and shared_memory() <= memory, tmp_path)
 
 
 @LONG

@@ -204,14 +204,14 @@ MAKER = """
 """
 
 
-def shared_memory() -> set[str]:
-    """What is in /dev/shm."""
-    return set(os.listdir("/dev/shm"))
+def files_of_shared_memory(pid: int | str = "self") -> set[str]:
+    """The files of /dev/shm that a process maps: such a file outlives a process that is killed."""
+    return {line.split(maxsplit=5)[5] for line in maps(pid).splitlines() if " /dev/shm/" in line}
 
 
 def test_shared_tensors_leave_nothing_after_a_kill() -> None:
     """The memory is the same, outlives its maker in those attached, and is gone with them; so is the directory."""
-    before = shared_memory()
+    before = files_of_shared_memory()
     with script(MAKER) as maker:
         assert maker.stdout is not None
         directory = maker.stdout.readline().strip()
@@ -226,6 +226,7 @@ def test_shared_tensors_leave_nothing_after_a_kill() -> None:
         shared["n"][1, 2] = 7
         assert int(again["n"][1, 2]) == 7
         assert float(again["x"].sum()) == 499_500
+        assert memory in maps(maker.pid) and not files_of_shared_memory(maker.pid)
         maker.kill()
         maker.wait(LIMIT)
         with pytest.raises(DeadlineError, match="no live process has shared tensors 'table'"):
@@ -234,7 +235,7 @@ def test_shared_tensors_leave_nothing_after_a_kill() -> None:
             SharedTensors.create(directory, "more", {})
     again["n"][0, 0] = 5
     assert int(shared["n"][0, 0]) == 5
-    assert shared_memory() == before
+    assert files_of_shared_memory() == before
     assert memory in maps()
     shared.close()
     again.close()
@@ -242,9 +243,9 @@ def test_shared_tensors_leave_nothing_after_a_kill() -> None:
     until(lambda: memory not in maps(), Path("/nowhere"))
 
 
-def maps() -> str:
-    """Memory mappings of this process."""
-    return Path("/proc/self/maps").read_text()
+def maps(pid: int | str = "self") -> str:
+    """Memory mappings of a process, which is this one by default."""
+    return Path(f"/proc/{pid}/maps").read_text()
 
 
 def test_a_folder_outlives_its_maker_only_while_a_fork_lives() -> None:
