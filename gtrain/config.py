@@ -54,7 +54,8 @@ class JobConfig(Settings):
     role: str | None = setting(None, "`serve`: role of the server")
     ckpt_path: str | None = setting(
         None,
-        "`last` or `best` of the newest run with equal data, model and strategy, or a path; `train` resumes from it, "
+        "`last` or `best` of the newest run with equal data, model and strategy, a path, or an address such as "
+        "`s3://bucket/prefix/last.ckpt`; `train` resumes from it, "
         "`test` and `predict` read it",
     )
     output: str | None = setting(

@@ -60,6 +60,7 @@ LIGHT = (
     "gtrain.messages",
     "gtrain.model.config",
     "gtrain.moved",
+    "gtrain.object_store",
     "gtrain.run.runs",
     "gtrain.settings",
     "gtrain.targets",
@@ -70,6 +71,7 @@ LATE = {
     "gtrain.cli": {"gtrain.cli.entry"},
     "gtrain.cli.entry": {"gtrain.doctor.packages", "gtrain.doctor.report", "gtrain.wire"},
     "gtrain.launch.cuda": {"torch"},
+    "gtrain.object_store": {"fsspec.core"},
     "gtrain.launch.interpreter": {"gtrain.kernel_cache"},
     "gtrain.launch.shipping": {"cloudpickle", "numpy", "torch"},
     "gtrain.launch.templates": {

@@ -15,6 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from gtrain.errors import ConfigError
+from gtrain.object_store import is_address
+from gtrain.strategy import checkpoint as checkpoints
 
 log = logging.getLogger("gtrain")
 
@@ -28,7 +30,7 @@ def unknown_monitor(key: str, monitor: str, logged: Iterable[str]) -> ConfigErro
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """Lightning's ``ModelCheckpoint`` with five differences.
+    """Lightning's ``ModelCheckpoint`` with six differences.
 
     1. A resumed run keeps the best checkpoint of the interrupted run. Each run has its folder, and Lightning resets the
        best score when the folder changes: the test would use the best of the remaining epochs, not of all.
@@ -39,6 +41,8 @@ class RunCheckpoint(ModelCheckpoint):
        end of an epoch writes ``last.ckpt`` and ``best.ckpt`` as without them. Lightning would write nothing before the
        first score and at the ends of epochs, and would take the score of the epoch before for weights within an epoch.
        Without a monitored score they do what Lightning does.
+    6. ``dirpath`` may be an address with any protocol of :mod:`gtrain.strategy.remote_checkpoint`; Lightning takes
+       ``file://`` for a local path. A resumed run never deletes checkpoints outside of it.
 
     Attributes:
         best_epoch: the epoch of the best checkpoint; None before the first, and without ``monitor``.
@@ -46,8 +50,10 @@ class RunCheckpoint(ModelCheckpoint):
 
     best_epoch: int | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, dirpath: str | Path | None = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(dirpath, *args, **kwargs)
+        if dirpath is not None and is_address(dirpath):
+            self.dirpath = str(dirpath).rstrip("/")
         within_epochs = self._every_n_train_steps > 0 or self._train_time_interval is not None
         self._saves_within_epochs = within_epochs and self.monitor is not None and bool(self.save_last)
         if self._saves_within_epochs:
@@ -79,6 +85,12 @@ class RunCheckpoint(ModelCheckpoint):
         if current is not None and bool(torch.isnan(current)) and self.save_top_k and not self._has_score:
             return True
         return super().check_monitor_top_k(trainer, current)
+
+    def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
+        if not is_address(previous):
+            return super()._should_remove_checkpoint(trainer, previous, current)
+        own = previous.startswith(f"{self.dirpath}/") and previous != str(trainer.ckpt_path)
+        return own and previous != current
 
     def _update_best_and_save(
         self, current: Tensor, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]
@@ -131,7 +143,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore score and path of the best checkpoint, if the file exists."""
-        if Path(state_dict.get("best_model_path") or ".").exists():
+        if checkpoints.exists(state_dict.get("best_model_path") or "."):
             state_dict = {**state_dict, "dirpath": self.dirpath}
         super().load_state_dict(state_dict)
         self.best_epoch = None if self.best_model_score is None else state_dict.get("best_epoch")

@@ -22,12 +22,14 @@ from gtrain.callbacks.checkpoint import unknown_monitor
 from gtrain.callbacks.predictions import check_output
 from gtrain.errors import ConfigError
 from gtrain.launch import launchers
+from gtrain.object_store import is_address
 from gtrain.run import build
 from gtrain.run.sketch import ModelSketch, has_plain_constructor, make_trainer
 from gtrain.run.task import Task, data_module
 from gtrain.settings import as_typed, nested
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.base import GraphStrategy
+from gtrain.strategy.remote_checkpoint import RemoteCheckpoint, check_dirpath
 
 
 def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str]) -> None:
@@ -66,6 +68,7 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
     strategy.serves.check_parts(strategy.strategy_name, data.num_parts, ranks)
     _check_accelerator(config["trainer"]["accelerator"])
     _check_monitors(config, sketch)
+    _check_dirpaths(config)
     trainer = make_trainer(config, strategy, data)
     if sketch.model is None or not sketch.certain:
         return
@@ -86,11 +89,20 @@ def _machine(config: dict[str, Any]) -> int:
     return (config["cluster"]["rank"] or 0) if rank_info is None else rank_info.machine
 
 
-def _find_checkpoint(job: Task) -> Path | None:
-    """Return the folder of the checkpoint that the job reads; None if it reads none, or one that Lightning wrote."""
+def _find_checkpoint(job: Task) -> Path | str | None:
+    """Return the folder of the checkpoint that the job reads, or its address.
+
+    None if it reads none, or one that Lightning wrote.
+    """
     path = job.checkpoint()
-    folder = None if path is None else checkpoints.find(path)
-    if folder is None or not folder.is_dir():
+    if isinstance(path, str):
+        remote = RemoteCheckpoint(path)
+        if not remote.exists():
+            remote.manifest_text()  # raises the error
+        if remote.is_file:
+            return None
+    folder = checkpoints.find(path) if isinstance(path, Path) else path
+    if folder is None or (isinstance(folder, Path) and not folder.is_dir()):
         return None
     checkpoints.check_complete(folder)
     return folder
@@ -175,6 +187,20 @@ def _check_accelerator(name: str) -> None:
             f"trainer.accelerator={name} was set; torch finds no GPU on this machine.",
             hint="set trainer.accelerator=cpu; gtrain doctor says what torch and the driver lack.",
         )
+
+
+def _check_dirpaths(config: dict[str, Any]) -> None:
+    """Refuse an object store that checkpoints cannot be written to.
+
+    Raises:
+        ConfigError: names the address and the reason.
+    """
+    if config["verb"] != "train" or not config["trainer"]["enable_checkpointing"]:
+        return
+    for node in config["callbacks"].values():
+        address = node.get("dirpath") if isinstance(node, dict) else None
+        if address is not None and is_address(address):
+            check_dirpath(str(address))
 
 
 def _check_monitors(config: dict[str, Any], sketch: ModelSketch) -> None:

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gtrain import __version__
 from gtrain.errors import CheckpointError, ConfigError
+from gtrain.object_store import followed, is_address
 
 INDEX = "index.txt"
 JOBS = "jobs"
@@ -119,26 +120,28 @@ def _job_file(runs: Path, job: str) -> Path:
     return runs / JOBS / hashlib.sha256(job.encode()).hexdigest()[:16]
 
 
-def resolve(ckpt_path: str, runs: Path, config: dict[str, Any]) -> Path:
-    """Return the checkpoint that ``ckpt_path`` names.
+def resolve(ckpt_path: str, runs: Path, config: dict[str, Any]) -> Path | str:
+    """Return the path or the address of the checkpoint that ``ckpt_path`` names.
 
     Args:
-        ckpt_path: ``last`` or ``best`` of the newest run with equal data, model and strategy, or a path.
+        ckpt_path: ``last`` or ``best`` of the newest run with equal data, model and strategy, a path, or an address.
         runs: ``paths.runs``, absolute.
         config: the resolved configuration.
 
     Raises:
         CheckpointError: no run with equal settings has such a checkpoint.
     """
+    if is_address(ckpt_path):
+        return ckpt_path
     if ckpt_path not in NAMES:
-        return Path(ckpt_path).absolute()
+        return followed(Path(ckpt_path).absolute())
     digest, index = identity(config), runs / INDEX
     lines = index.read_text().splitlines() if index.is_file() else []
     for run_dir in [runs / line for line in reversed(lines) if line]:
         checkpoint = run_dir / "checkpoints" / f"{ckpt_path}.ckpt"
         exists = checkpoint.exists() or checkpoint.with_name(f"{ckpt_path}.ckpt.old").exists()
         if exists and digest in _identities_of(run_dir):
-            return checkpoint
+            return followed(checkpoint)
     raise CheckpointError(
         f"ckpt_path={ckpt_path} was set; no run under {runs} with the same data, model and strategy has a checkpoint.",
         hint="train first with the same settings, or give the path of a checkpoint.",

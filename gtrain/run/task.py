@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import warnings
@@ -127,12 +128,17 @@ class Task:
         return f"model={self.choices['model']}" if target.startswith("gtrain.model.") else f"model._target_={target}"
 
     def run(self) -> float | None:
+        if self.config["verb"] in ("predict", "export"):
+            check_output(self.output, self.config["format"])
+        pl.seed_everything(self.config["seed"], verbose=False)
+        strategy = self.make_strategy()
+        with contextlib.closing(strategy.local_copies):
+            return self._run(strategy)
+
+    def _run(self, strategy: GraphStrategy) -> float | None:
         config, run_dir = self.config, Path(self.config["paths"]["run"])
-        if config["verb"] in ("predict", "export"):
-            check_output(self.output, config["format"])
-        pl.seed_everything(config["seed"], verbose=False)
-        strategy, checkpoint = self.make_strategy(), agreed_path(find_environment(), self.checkpoint)
-        strategy.model_name = self.model_name
+        checkpoint = agreed_path(find_environment(), self.checkpoint)
+        strategy.model_name, strategy.run_folder = self.model_name, run_dir.absolute()
         # After make_strategy: the baseline includes the strategy's imports.
         memory = PeakMemory()
         # A restarted rank, or a job whose servers still have its state, continues from there.
@@ -205,8 +211,8 @@ class Task:
         settings = {key: value for key, value in self.config["strategy"].items() if key != "name"}
         return backends.get(self.choices["strategy"]).load_strategy()(**settings)
 
-    def checkpoint(self) -> Path | None:
-        """Return the checkpoint to resume from, or to test; None if none is set."""
+    def checkpoint(self) -> Path | str | None:
+        """Return the path or address of the checkpoint to resume from, or to test; None if none is set."""
         path = self.config["ckpt_path"]
         if path is None and self.config["verb"] in ("test", "predict", "export"):
             path = "best"
@@ -244,7 +250,7 @@ class Task:
         )
 
     def _predict(
-        self, trainer: pl.Trainer, model: pl.LightningModule, data: GraphDataModule, checkpoint: Path | None
+        self, trainer: pl.Trainer, model: pl.LightningModule, data: GraphDataModule, checkpoint: Path | str | None
     ) -> None:
         """Write the scores or the embedding of every node."""
         config, strategy = self.config, trainer.strategy
@@ -261,7 +267,7 @@ class Task:
         trainer: pl.Trainer,
         model: pl.LightningModule,
         data: GraphDataModule,
-        checkpoint: Path | None,
+        checkpoint: Path | str | None,
         recorder: RunRecorder,
     ) -> tuple[dict[str, float], int | None]:
         """Test the best checkpoint of this run, or ``checkpoint`` for ``gtrain test``.
@@ -271,7 +277,7 @@ class Task:
         """
         if self.config["verb"] == "train":
             best = getattr(trainer.checkpoint_callback, "best_model_path", "")
-            checkpoint = Path(best) if best else None
+            checkpoint = best or None
         results = trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
         assert isinstance(trainer.strategy, GraphStrategy)
         trained = recorder.history[-1]["epoch"] if recorder.history else None

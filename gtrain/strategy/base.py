@@ -43,6 +43,7 @@ from gtrain.launch.logs import watch_stacks_signal
 from gtrain.model.inputs import check_weights, unread_data, weight_demand, zero_demand
 from gtrain.nn import RemoteTableStorage, tables
 from gtrain.nn.dropout import ExactDropout, StepRows, rows_of
+from gtrain.object_store import is_address
 from gtrain.protocols import DrawsNegatives, StoreData, data_of, network_of, trainer_of
 from gtrain.settings import parameters, pop_settings, signature_of
 from gtrain.strategy import checkpoint as checkpoints
@@ -52,6 +53,7 @@ from gtrain.strategy.folder_sharing import FolderSharing
 from gtrain.strategy.gradients import average_statistics, sum_gradients
 from gtrain.strategy.group import Group, form_group
 from gtrain.strategy.preparation import prepare
+from gtrain.strategy.remote_checkpoint import LocalCopies
 from gtrain.strategy.servers import Servers
 
 log = logging.getLogger("gtrain")
@@ -98,6 +100,8 @@ class GraphStrategy(ParallelStrategy):
 
     model_name: str | None = None
     """Name of the model in messages; None for the name of its class."""
+    run_folder: Path | None = None
+    """Folder of the run that the ``gtrain`` command started; None in a program that uses the strategy."""
     loaded_epoch: int | None = None
     """Epoch of the checkpoint that was loaded last; None if none was."""
 
@@ -121,6 +125,7 @@ class GraphStrategy(ParallelStrategy):
         self.dropout = self.settings.dropout
         self._exact: ExactDropout | None = None
         self._sharing: FolderSharing | None = None
+        self._copies: LocalCopies | None = None
         self.counters = Counters()
         self.group = Group(counters=self.counters)
         self._group_formed = self._accumulating = False
@@ -549,7 +554,7 @@ class GraphStrategy(ParallelStrategy):
             shard = {"own": {name: checkpoint[name] for name in _PER_RANK if name in checkpoint}, "shard": shard}
         checkpoints.save(
             self.group,
-            Path(filepath),
+            filepath,
             checkpoint,
             shard,
             self.lightning_module,
@@ -557,11 +562,24 @@ class GraphStrategy(ParallelStrategy):
             self._numbering(),
             self.strategy_name,
             self.folder_sharing,
+            self.run_folder,
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        with self.folder_sharing.readable(Path(checkpoint_path), checkpoints.MANIFEST) as path:
+        location = checkpoints.located(checkpoint_path)
+        if isinstance(location, str):
+            readable = self.local_copies.readable(location, self.run_folder)
+        else:
+            readable = self.folder_sharing.readable(location, checkpoints.MANIFEST)
+        with readable as path:
             return self._load_checkpoint(path)
+
+    @property
+    def local_copies(self) -> LocalCopies:
+        """Temporary copies of checkpoints that are read from an object store."""
+        if self._copies is None:
+            self._copies = LocalCopies(self.cluster_environment)
+        return self._copies
 
     @property
     def folder_sharing(self) -> FolderSharing:
@@ -625,4 +643,4 @@ class GraphStrategy(ParallelStrategy):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
-            checkpoints.remove(Path(filepath))
+            checkpoints.remove(str(filepath) if is_address(filepath) else Path(filepath))

@@ -9,7 +9,9 @@
         ...             files of the strategy, for state that is larger than memory
 
 All files load with ``weights_only=True``: no object is ever unpickled. A checkpoint is written under a temporary name
-and renamed, so that a killed run leaves the previous one intact. docs/formats.md specifies the format.
+and renamed, so that a killed run leaves the previous one intact. A checkpoint whose path is an address of fsspec, such
+as ``s3://bucket/prefix/last.ckpt``, is written as :mod:`gtrain.strategy.remote_checkpoint` describes; a folder in the
+run's folder then points to it. docs/formats.md specifies the format.
 """
 
 from __future__ import annotations
@@ -41,9 +43,11 @@ from gtrain.graph.store.entities import feature_kind
 from gtrain.graph.store.files import file_crc, names_file
 from gtrain.nn import TableSpec, tables
 from gtrain.nn.table import BLOCK_ROWS
+from gtrain.object_store import POINTER, followed, is_address
 from gtrain.protocols import ReturnsNodeIds, network_of
 from gtrain.strategy.folder_sharing import FolderSharing
 from gtrain.strategy.group import Group
+from gtrain.strategy.remote_checkpoint import RemoteCheckpoint
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -78,9 +82,14 @@ class SavedRows:
     pieces: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]
 
 
+def located(path: Path | str) -> Path | str:
+    """Return where a checkpoint is: a local path, or an address, also of one that a folder of a run points to."""
+    return str(path) if is_address(path) else followed(Path(path))
+
+
 def save(
     group: Group,
-    path: Path,
+    path: Path | str,
     checkpoint: dict[str, Any],
     shard: dict[str, Any],
     module: Module,
@@ -88,12 +97,13 @@ def save(
     numbering: Mapping[str, Any] | None = None,
     strategy: str | None = None,
     sharing: FolderSharing | None = None,
+    run_folder: Path | None = None,
 ) -> None:
     """Write a checkpoint. All ranks call this together, with the same path.
 
     Args:
         group: the ranks.
-        path: folder of the checkpoint.
+        path: folder of the checkpoint, or its address.
         checkpoint: Lightning's checkpoint; rank 0 writes it.
         shard: the state that only this rank holds.
         module: the model.
@@ -101,38 +111,136 @@ def save(
         numbering: of the data, see :func:`numbering_of`.
         strategy: name of the strategy that writes the checkpoint.
         sharing: collects the files of machines that do not see rank 0's folder; None: all see it.
+        run_folder: folder of the run; that of rank 0 points to a checkpoint at an address.
 
     Raises:
-        CheckpointError: the state contains an object that only unpickling could restore.
+        CheckpointError: the state contains an object that only unpickling could restore, or the address cannot be
+            written to.
         DiskFullError: a file did not fit; the message names it.
     """
+    contents = _Contents(group, checkpoint, shard, module, write_files, numbering, strategy)
+    if is_address(path):
+        _save_remote(contents, RemoteCheckpoint(str(path), str(run_folder or "")), run_folder)
+    else:
+        _save_local(contents, Path(path), sharing or FolderSharing())
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What a checkpoint contains; the fields are arguments of :func:`save`."""
+
+    group: Group
+    checkpoint: dict[str, Any]
+    shard: dict[str, Any]
+    module: Module
+    write_files: Callable[[Path], None]
+    numbering: Mapping[str, Any] | None
+    strategy: str | None
+
+    def write_trainer(self, folder: Path, near: Path) -> None:
+        """Write rank 0's file; ``near`` is a checkpoint beside which earlier ones may be, for messages."""
+        with _writing(folder / TRAINER, folder, near):
+            torch.save(_plain(self.checkpoint, "checkpoint"), folder / TRAINER)
+
+    def write_rank(self, folder: Path, near: Path) -> None:
+        """Write this rank's files."""
+        name = f"rank-{self.group.rank}.pt"
+        with _writing(folder / name, folder, near):
+            torch.save({"rng": rng_state(), "shard": _plain(self.shard, "shard")}, folder / name)
+        with _writing(folder, folder, near):
+            self.write_files(folder)
+
+    def manifest(self, **entries: Any) -> str:
+        """Return the text of the manifest; ``entries`` has ``files``, and further fields."""
+        manifest = {
+            "format": FORMAT,
+            "gtrain": __version__,
+            "strategy": self.strategy,
+            "world_size": self.group.size,
+            "epoch": self.checkpoint.get("epoch"),
+            "global_step": self.checkpoint.get("global_step"),
+            "model": {"class": _model_name(self.module), "tensors": _shapes(self.checkpoint["state_dict"])},
+            "numbering": self.numbering,
+            **entries,
+        }
+        return json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1)
+
+
+def _save_local(contents: _Contents, path: Path, sharing: FolderSharing) -> None:
     # Three phases with barriers: rank 0 creates the folder, all ranks write into it, rank 0 writes the manifest and
     # renames. `group.passed()` is true in a restarted rank that catches up with a phase which the group has finished.
-    temporary, sharing = path.with_name(path.name + ".part"), sharing or FolderSharing()
+    group, temporary = contents.group, path.with_name(path.name + ".part")
     if group.rank == 0 and not group.passed():
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        with _writing(temporary / TRAINER, path):
-            torch.save(_plain(checkpoint, "checkpoint"), temporary / TRAINER)
+        contents.write_trainer(temporary, path)
         sharing.announce(temporary)
     group.barrier()
     if not group.passed():
-        target = sharing.target(temporary, TRAINER)
-        with _writing(target / f"rank-{group.rank}.pt", path):
-            torch.save({"rng": rng_state(), "shard": _plain(shard, "shard")}, target / f"rank-{group.rank}.pt")
-        with _writing(target, path):
-            write_files(target)
+        contents.write_rank(sharing.target(temporary, TRAINER), path)
         sharing.offer(temporary)
     group.barrier()
     # a folder that is missing was renamed before this rank was restarted
     if group.rank == 0 and not group.passed() and temporary.exists():
-        with _writing(temporary, path):
+        with _writing(temporary, temporary, path):
             sharing.collect(temporary)
-        with _writing(temporary / MANIFEST, path):
-            _write_manifest(temporary, group.size, checkpoint, module, numbering, strategy)
+        with _writing(temporary / MANIFEST, temporary, path):
+            files = {
+                p.name: {"bytes": p.stat().st_size, "crc32": file_crc(p)}
+                for p in sorted(temporary.iterdir())
+                if p.name != MANIFEST
+            }
+            _write_synced(temporary / MANIFEST, contents.manifest(files=files))
         _swap(temporary, path)
     group.barrier()
     sharing.withdraw(temporary)
+
+
+def _save_remote(contents: _Contents, remote: RemoteCheckpoint, run_folder: Path | None) -> None:
+    # The phases of _save_local. Ranks learn where to write from the object store, not from each other.
+    group = contents.group
+    pointer = (run_folder or Path()) / "checkpoints" / remote.address.rpartition("/")[2]
+    if group.rank == 0 and not group.passed():
+        remote.begin()
+    group.barrier()
+    if not group.passed():
+        with _scratch(run_folder, group.rank) as folder:
+            if group.rank == 0:
+                contents.write_trainer(folder, pointer)
+            contents.write_rank(folder, pointer)
+            remote.add(folder, group.rank)
+    group.barrier()
+    # a checkpoint that is not being written was finished before this rank was restarted
+    if group.rank == 0 and not group.passed() and remote.is_written:
+        remote.finish(contents.manifest(**remote.added()))
+        if run_folder is not None:
+            _point(pointer, {"address": remote.address, "epoch": contents.checkpoint.get("epoch")})
+    group.barrier()
+
+
+@contextlib.contextmanager
+def _scratch(run_folder: Path | None, rank: int) -> Iterator[Path]:
+    """Make a temporary folder for the files of a rank: in the run's folder if this machine has it."""
+    if run_folder is None or not run_folder.is_dir():
+        with tempfile.TemporaryDirectory(prefix="gtrain-") as folder:
+            yield Path(folder)
+        return
+    path = run_folder / f"checkpoint-rank-{rank}.part"
+    shutil.rmtree(path, ignore_errors=True)  # a killed run left it
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _point(pointer: Path, content: Mapping[str, Any]) -> None:
+    """Replace a checkpoint in the run's folder by a pointer to one that is elsewhere."""
+    temporary = pointer.with_name(pointer.name + ".part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    _write_synced(temporary / POINTER, json.dumps(content, indent=1))
+    _swap(temporary, pointer)
 
 
 def load(
@@ -217,11 +325,11 @@ def load_other(
     return checkpoint, rows
 
 
-def writer_of_tables(path: Path, module: Module, strategy: str, elsewhere: bool) -> str | None:
+def writer_of_tables(path: Path | str, module: Module, strategy: str, elsewhere: bool) -> str | None:
     """Return the strategy that wrote a checkpoint if its table rows must be converted for the strategy that loads it.
 
     Args:
-        path: folder of the checkpoint.
+        path: folder of the checkpoint, or its address.
         module: the model.
         strategy: name of the strategy that loads the checkpoint.
         elsewhere: whether that strategy stores table rows outside of the module.
@@ -238,7 +346,7 @@ def writer_of_tables(path: Path, module: Module, strategy: str, elsewhere: bool)
     return str(writer) if elsewhere or any(shape[0] == 0 for shape in saved) else None
 
 
-def refuse_training(path: Path, writer: str, strategy: str) -> CheckpointError:
+def refuse_training(path: Path | str, writer: str, strategy: str) -> CheckpointError:
     """Return the error for continuing a training run with another strategy."""
     return CheckpointError(
         f"ckpt_path={path} was written by strategy={writer}; strategy={strategy} reads its parameters to test, predict "
@@ -311,14 +419,15 @@ def _is_saved(path: Path) -> bool:
         return file.read(1) == b"\x80" or zipfile.is_zipfile(file)
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint's folder.
+def read_manifest(path: Path | str) -> dict[str, Any]:
+    """Return the manifest of a checkpoint's folder, or of the checkpoint at an address.
 
     Raises:
         CheckpointError: the manifest is missing, damaged, or of a format that this version does not read.
     """
     try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        text = RemoteCheckpoint(path).manifest_text() if isinstance(path, str) else (path / MANIFEST).read_text()
+        manifest: dict[str, Any] = json.loads(text)
         version = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
@@ -333,24 +442,32 @@ def read_manifest(path: Path) -> dict[str, Any]:
     checksum = manifest.pop("checksum", None)
     if checksum != _checksum(manifest) and (checksum is not None or set(manifest) - _UNSIGNED):
         raise CheckpointError(
-            f"{path / MANIFEST} is damaged: its checksum differs from that of its contents.",
+            f"{path}/{MANIFEST} is damaged: its checksum differs from that of its contents.",
             hint="use another checkpoint.",
+        )
+    if isinstance(path, Path) and not (path / TRAINER).exists() and (path / str(manifest.get("objects"))).is_dir():
+        raise CheckpointError(
+            f"ckpt_path={path} was set, which is a checkpoint in the layout of object stores.",
+            hint=f"set ckpt_path=file://{path.absolute()}.",
         )
     return manifest
 
 
-def check_complete(folder: Path) -> None:
+def check_complete(folder: Path | str) -> None:
     """Check that all files of a checkpoint exist and have the manifest's sizes, without reading them.
 
     Raises:
         CheckpointError: a file is missing or has another size.
     """
     manifest = read_manifest(folder)
+    if isinstance(folder, str):
+        RemoteCheckpoint(folder).check_complete(manifest)
+        return
     for name in manifest["files"]:
         _check_file(folder, manifest, name, contents=False)
 
 
-def check_model(folder: Path, module: Module) -> None:
+def check_model(folder: Path | str, module: Module) -> None:
     """Check that a checkpoint belongs to a model, by names and shapes of tensors; numbers of table rows are ignored.
 
     Raises:
@@ -375,9 +492,16 @@ def verify_files(folder: Path) -> None:
             _check_file(folder, manifest, name)
 
 
-def remove(path: Path) -> None:
+def exists(path: Path | str) -> bool:
+    """Return whether there is a checkpoint at a local path, or at an address."""
+    return RemoteCheckpoint(str(path)).exists() if is_address(path) else Path(path).exists()
+
+
+def remove(path: Path | str) -> None:
     """Delete a checkpoint, folder or file, if it exists."""
-    if path.is_dir():
+    if isinstance(path, str):
+        RemoteCheckpoint(path).remove()
+    elif path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
@@ -450,8 +574,8 @@ def _is_plain(value: Any, where: str) -> bool:
 
 
 @contextlib.contextmanager
-def _writing(file: Path, checkpoint: Path) -> Iterator[None]:
-    """Convert errors of a full disk to ``DiskFullError``, which names ``file``, and remove the unfinished checkpoint.
+def _writing(file: Path, folder: Path, checkpoint: Path) -> Iterator[None]:
+    """Convert errors of a full disk to ``DiskFullError``, which names ``file``, and remove the unfinished ``folder``.
 
     On a full disk torch's writer raises a RuntimeError without the cause ("unexpected pos"): :func:`_write_error`
     determines it.
@@ -466,7 +590,7 @@ def _writing(file: Path, checkpoint: Path) -> Iterator[None]:
         advice = f"free space on that disk, or write to another (hydra.run.dir).{resume}"
         if cause is None or (full := disk_full(cause, advice)) is None:
             raise
-        shutil.rmtree(file.parent if file.suffix != ".part" else file, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise full from error
 
 
@@ -489,32 +613,10 @@ def find_newest(folder: Path) -> Path | None:
     return max(complete, key=lambda path: (path / MANIFEST).stat().st_mtime, default=None)
 
 
-def _write_manifest(
-    folder: Path,
-    world_size: int,
-    checkpoint: Mapping[str, Any],
-    module: Module,
-    numbering: Mapping[str, Any] | None,
-    strategy: str | None,
-) -> None:
-    files = {
-        p.name: {"bytes": p.stat().st_size, "crc32": file_crc(p)}
-        for p in sorted(folder.iterdir())
-        if p.name != MANIFEST
-    }
-    manifest = {
-        "format": FORMAT,
-        "gtrain": __version__,
-        "strategy": strategy,
-        "world_size": world_size,
-        "epoch": checkpoint.get("epoch"),
-        "global_step": checkpoint.get("global_step"),
-        "model": {"class": _model_name(module), "tensors": _shapes(checkpoint["state_dict"])},
-        "numbering": numbering,
-        "files": files,
-    }
-    with open(folder / MANIFEST, "w") as handle:
-        json.dump({**manifest, "checksum": _checksum(manifest)}, handle, indent=1)
+def _write_synced(file: Path, text: str) -> None:
+    """Write a text and flush it to the disk."""
+    with open(file, "w") as handle:
+        handle.write(text)
         handle.flush()
         os.fsync(handle.fileno())
 
@@ -583,7 +685,9 @@ def _model_name(module: Module) -> str:
     return type(network_of(module) or module).__name__
 
 
-def _check_shapes(path: Path, saved: Mapping[str, list[int]], present: Mapping[str, list[int]], module: Module) -> None:
+def _check_shapes(
+    path: Path | str, saved: Mapping[str, list[int]], present: Mapping[str, list[int]], module: Module
+) -> None:
     if differences := _differences(saved, present):
         raise CheckpointError(
             f"ckpt_path={path} holds another model than {_model_name(module)}: {differences}.",

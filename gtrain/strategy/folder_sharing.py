@@ -24,14 +24,15 @@ from gtrain.graph.store.files import file_crc
 from gtrain.launch.file_server import FileServer, ServedFolder
 from gtrain.launch.job_store import JobNetwork, broadcast_text, job_network, job_store
 from gtrain.launch.key_value import KeyValueStore
+from gtrain.object_store import is_address
 
 _SECONDS = 1800.0
 """How long to wait for another rank to announce its files; a rank that ends sooner ends the wait."""
 _POLL_SECONDS = 0.05
 
 
-def agreed_path(environment: ClusterEnvironment, find: Callable[[], Path | None]) -> Path | None:
-    """Return the checkpoint that rank 0 finds, on all ranks of a job of several hosts.
+def agreed_path(environment: ClusterEnvironment, find: Callable[[], Path | str | None]) -> Path | str | None:
+    """Return the path or address of the checkpoint that rank 0 finds, on all ranks of a job of several hosts.
 
     The other machines may not see the folders of earlier runs.
 
@@ -43,6 +44,8 @@ def agreed_path(environment: ClusterEnvironment, find: Callable[[], Path | None]
         return find()
     path = find() if environment.global_rank() == 0 else None
     text = broadcast_text(environment, "" if path is None else str(path))
+    if is_address(text):
+        return text
     return Path(text) if text else None
 
 

@@ -7,15 +7,15 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
-from gtrain.errors import ConfigError, StoreError
+from gtrain.errors import StoreError
 from gtrain.graph.store.lock import file_lock
 from gtrain.graph.store.manifest import Manifest
 from gtrain.graph.store.store import Store
+from gtrain.object_store import AddressedFolder
 
 MANIFEST = "manifest.json"
-_PIECE = 1 << 20  # bytes per read of a remote file
 
 
 class Origin(Protocol):
@@ -105,7 +105,12 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str) -> None:
-        self.address = url.rstrip("/")
+        self._files = AddressedFolder(url, "data.remote_store", StoreError)
+
+    @property
+    def address(self) -> str:
+        """The address of the store."""
+        return self._files.address
 
     @property
     def name(self) -> str:
@@ -114,10 +119,13 @@ class RemoteFolder:
 
     def read(self, name: str) -> Iterator[bytes]:
         """Yield the contents of a file; see :meth:`Origin.read`."""
-        files, path = _file_system(self.address)
-        with self._messages(name), files.open(f"{path}/{name}", "rb") as file:
-            while piece := file.read(_PIECE):
-                yield piece
+        try:
+            yield from self._files.read(name)
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"{self.address} has no {name}",
+                hint=f"write the store there with gtrain partition data.remote_store={self.address}",
+            ) from error
 
     def write(self, store: Store) -> None:
         """Copy a store there. The manifest is written last: until then no process sees a store.
@@ -125,53 +133,13 @@ class RemoteFolder:
         Raises:
             StoreError: a file cannot be written.
         """
-        files, path = _file_system(self.address)
-        for name in (*store.manifest.sizes, MANIFEST):
-            with self._messages(name):
-                files.makedirs(f"{path}/{name}".rpartition("/")[0], exist_ok=True)
-                files.put_file(str(store.path / name), f"{path}/{name}")
+        for name in store.manifest.sizes:
+            self._files.put(store.path / name, name)
+        self._files.put_bytes(MANIFEST, (store.path / MANIFEST).read_bytes())
 
     def exists(self) -> bool:
         """Whether a complete store is there."""
-        files, path = _file_system(self.address)
-        with self._messages(MANIFEST):
-            return bool(files.exists(f"{path}/{MANIFEST}"))
-
-    @contextlib.contextmanager
-    def _messages(self, name: str) -> Iterator[None]:
-        """Turn the errors of fsspec and of its clients into :class:`~gtrain.errors.StoreError`."""
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise StoreError(
-                f"{self.address} has no {name}",
-                hint=f"write the store there with gtrain partition data.remote_store={self.address}",
-            ) from error
-        except StoreError:
-            raise
-        except Exception as error:  # fsspec's clients share no base class of errors
-            reason = str(error) or type(error).__name__
-            raise StoreError(
-                f"{self.address}/{name} cannot be read or written: {reason}",
-                hint="check the address and the credentials; data.remote_store names the folder of one store",
-            ) from error
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system for an address, and the path in it.
-
-    Raises:
-        ConfigError: the protocol is unknown, or its package is not installed.
-    """
-    import fsspec.core
-
-    try:
-        return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"data.remote_store={url} was set: {error}.",
-            hint="install fsspec's package for this protocol: s3fs for s3://, gcsfs for gs://.",
-        ) from error
+        return self._files.exists(MANIFEST)
 
 
 @contextlib.contextmanager

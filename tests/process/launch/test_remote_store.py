@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from forked import gtrain
 from helpers import ok, summary
+from local_s3 import local_s3
 
-moto = pytest.importorskip("moto.server", reason="moto is not installed")
-pytest.importorskip("s3fs", reason="s3fs is not installed")
 GRAPH = ("data.num_nodes=600", "data.num_edges=4000", "trainer.max_epochs=3")
 ADDRESS = "s3://graphs/stores/planted"
 
@@ -19,29 +18,8 @@ ADDRESS = "s3://graphs/stores/planted"
 @pytest.fixture(scope="module")
 def s3() -> Iterator[dict[str, str]]:
     """A bucket ``graphs`` of a local S3, as the environment variables of a client."""
-    import boto3
-
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        variables = {
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        }
-        client = boto3.client(
-            "s3",
-            endpoint_url=variables["AWS_ENDPOINT_URL"],
-            region_name="us-east-1",
-            aws_access_key_id="test",
-            aws_secret_access_key="test",
-        )
-        client.create_bucket(Bucket="graphs")
+    with local_s3("graphs") as variables:
         yield variables
-    finally:
-        server.stop()
 
 
 def losses(run: Path) -> list[float]:

@@ -102,11 +102,18 @@ def test_the_other_machine_fetches_what_it_reads(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sar", "ps"])
-def test_a_job_resumes_and_predicts_from_the_checkpoint_of_the_first_machine(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "at_address"), [("sar", False), ("ps", False), ("sar", True), ("ps", True)])
+def test_a_job_resumes_and_predicts_from_the_checkpoint_of_the_first_machine(
+    name: str, at_address: bool, tmp_path: Path
+) -> None:
     folders = two_folders(tmp_path)
-    run_on_both(folders, *CASES[name], "trainer.max_epochs=2", "hydra.run.dir=first")
-    run_on_both(folders, *CASES[name], "trainer.max_epochs=4", "hydra.run.dir=second", "ckpt_path=last")
+    first, second = [
+        (f"hydra.run.dir={run}", *([f"callbacks.checkpoint.dirpath=file://{tmp_path}/{run}"] if at_address else []))
+        for run in ("first", "second")
+    ]
+    run_on_both(folders, *CASES[name], "trainer.max_epochs=2", *first)
+    run_on_both(folders, *CASES[name], "trainer.max_epochs=4", *second, "ckpt_path=last")
+    assert (tmp_path / "second/last.ckpt/manifest.json").exists() == at_address
     run_on_both(folders, "predict", *CASES[name], "ckpt_path=last", f"output={folders[0]}/both.npy", "hydra.run.dir=p")
     ok(gtrain(*CASES[name], *LOCAL, "trainer.max_epochs=4", "hydra.run.dir=local", cwd=folders[0]))
     ok(gtrain("predict", *CASES[name], *LOCAL, "ckpt_path=last", "output=local.npy", cwd=folders[0]))

@@ -36,7 +36,7 @@ def test_options_without_a_dataclass_are_shown_as_they_stand() -> None:
         ("trainer", ["trainer.max_epochs (int or null; default 50)", "epochs; -1: no limit"]),
         ("trainer.devices=3", ["trainer.devices (int; default 1)"]),
         ("mode", ["mode (int; default 1)", "3  one exchange"]),
-        ("ckpt_path", ["or a path; train resumes from it"]),
+        ("ckpt_path", ["s3://bucket/prefix/last.ckpt; train resumes from it"]),
         ("paths.stores", ["default ${paths.data}/stores"]),
         (
             "model=gcn",
