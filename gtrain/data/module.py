@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args
 
@@ -22,7 +22,7 @@ from gtrain.data.prepare import Graph, Names, Preparation, cut, describe, group,
 from gtrain.data.prepare.split import SplitOptions
 from gtrain.data.prepare.validate import weight_facts
 from gtrain.data.schema import DataSchema, move_unpartitioned
-from gtrain.errors import ConfigError, DataError, negative_weight, zero_weights
+from gtrain.errors import ConfigError, DataError, GtrainError, negative_weight, zero_weights
 from gtrain.graph.partition import AUTO, installed_method, metis
 from gtrain.graph.partition.metis import GROUP_NODES
 from gtrain.graph.sampling.options import checked_fan_out
@@ -44,6 +44,7 @@ OUTLINE: dict[str, Any] = {
 SPARSE_OUTLINE = {**OUTLINE, "sparse_features": True}
 TRIPLES_OUTLINE = {**OUTLINE, "num_features": None, "num_classes": None, "num_relations": 2}
 EVENTS_OUTLINE = {**TRIPLES_OUTLINE, "num_relations": None}
+_SCALARS = (bool, int, float, str)
 
 
 if TYPE_CHECKING:
@@ -315,17 +316,44 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         origin = RemoteFolder(address)
         store = Replica.of(origin, self.store, origin.name)
         theirs = store.manifest.source
-        for key, mine in json.loads(json.dumps(self._options(), default=str)).items():
+        options = json.loads(json.dumps(self._options(), default=str))
+        if theirs.get("name") == options["name"]:  # else the entries of identity are those of another source
+            for key, mine, stored in self._known_identity(theirs.get("graph", {})):
+                if not same_source(mine, stored):
+                    raise self._other_options(address, f"data.{key}", stored, mine)
+        for key, mine in options.items():
             if theirs.get(key) != mine:
                 raise self._other_options(address, f"data.{key}", theirs.get(key), mine)
         if store.num_parts != self.num_parts:
             raise self._other_options(address, self.parts_key, store.num_parts, self.num_parts)
         return store
 
+    def _known_identity(self, stored: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the entries of a store's ``identity`` that this machine knows, which may lack the raw files.
+
+        Args:
+            stored: the identity of the data that the store was made from.
+
+        Yields:
+            The key, the value here, and the stored value.
+        """
+        try:
+            known = json.loads(json.dumps(self.identity(), default=str))
+        except (OSError, GtrainError):  # files are missing here: settings of the same name are compared if both are set
+            for key, theirs in stored.items():
+                mine = getattr(self.settings, key, None)
+                if isinstance(mine, str) and _is_stamp(theirs):
+                    yield key, [Path(mine).name, None, None], theirs
+                elif isinstance(mine, _SCALARS) and isinstance(theirs, _SCALARS):
+                    yield key, theirs if str(mine) == str(theirs) else mine, theirs
+            return
+        for key, mine in known.items():
+            yield key, mine, stored.get(key)
+
     def _other_options(self, address: str, key: str, theirs: Any, mine: Any) -> ConfigError:
         return ConfigError(
-            f"data.remote_store={address} was prepared with {key}={as_typed(theirs)}, and this job has "
-            f"{key}={as_typed(mine)}.",
+            f"data.remote_store={address} was prepared with {key}={_described(theirs)}, and this job has "
+            f"{key}={_described(mine)}.",
             hint="set the same value, or write another store with gtrain partition.",
         )
 
@@ -495,6 +523,38 @@ def known_name(family: str, name: str, options: Iterable[str]) -> str:
     near = difflib.get_close_matches(key, by_key, n=1)
     hint = f"choose one of {', '.join(by_key.values())}" + (f"; did you mean {by_key[near[0]]}?" if near else "")
     raise ConfigError(f"data.name={name!r} is not a data set of {family}", hint=hint)
+
+
+def same_source(mine: Any, stored: Any) -> bool:
+    """Return whether an entry of ``identity`` agrees with that of a store which may be from another machine.
+
+    Modification times, and files that are missing here, are ignored.
+    """
+    if isinstance(mine, list) and isinstance(stored, list):
+        if _is_stamp(mine) and _is_stamp(stored):
+            return mine[:-2] == stored[:-2] and (mine[-2] is None or mine[-2] == stored[-2])
+        files_are_missing = not mine and all(map(_is_stamp, stored))
+        return files_are_missing or (len(mine) == len(stored) and all(map(same_source, mine, stored)))
+    if isinstance(mine, dict) and isinstance(stored, dict):
+        return all(same_source(mine.get(key), stored.get(key)) for key in {**mine, **stored})
+    return bool(mine == stored)
+
+
+def _described(value: Any) -> str:
+    """Return an entry of ``identity`` as a user would type it; a stamp as the file's name and bytes."""
+    if _is_stamp(value):
+        return "/".join(value[:-2]) + ("" if value[-2] is None else f" ({value[-2]:,} bytes)")
+    if isinstance(value, list) and value and all(map(_is_stamp, value)):
+        return f"[{', '.join(map(_described, value))}]"
+    return as_typed(value)
+
+
+def _is_stamp(value: Any) -> bool:
+    """Return whether a value may be a :func:`file_stamp`, perhaps with the names of folders before the file's."""
+    if not isinstance(value, list) or len(value) < 3:
+        return False
+    names, numbers = value[:-2], value[-2:]
+    return all(isinstance(name, str) for name in names) and all(isinstance(n, int | None) for n in numbers)
 
 
 def file_stamp(path: Path) -> list[Any]:
