@@ -234,10 +234,15 @@ def check_output(path: Path, fmt: str) -> None:
     """Check format and path before anything is computed.
 
     Raises:
-        ConfigError: the format is unknown, or the path exists.
+        ConfigError: the format is unknown, or the path exists or has the suffix of another format.
     """
     if fmt not in FORMATS:
         raise ConfigError(f"format={fmt} was set.", hint=f"the formats are {', '.join(FORMATS)}.")
+    if (suffix := path.suffix.removeprefix(".")) in FORMATS and suffix != fmt:
+        raise ConfigError(
+            f"output={path} was set; format={fmt} would write a file of another format under that name.",
+            hint=f"set format={suffix}, or an output that ends in .{fmt}.",
+        )
     if path.exists():
         raise ConfigError(f"output={path} exists already.", hint="delete it first, or set output to another path.")
 

@@ -67,6 +67,10 @@ def test_what_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="npy, parquet"):
         check_output(tmp_path / "x", "csv")
     check_output(tmp_path / "x", "pbg_hdf5")
+    check_output(tmp_path / "x.npy", "npy")
+    check_output(tmp_path / "x.csv", "npy")
+    with pytest.raises(ConfigError, match=r"output=.*x\.tsv was set; format=npy would write(.|\n)*set format=tsv"):
+        check_output(tmp_path / "x.tsv", "npy")
     (tmp_path / "x").mkdir()
     with pytest.raises(ConfigError, match=r"output=.*x exists already"):
         check_output(tmp_path / "x", "pbg_hdf5")
