@@ -246,6 +246,12 @@ DROPOUT = {
 }
 
 
+LAYERS = {
+    "auto": "known convolutions by compiled kernels, to rounding the same results; others as PyG wrote them",
+    "plain": "all as PyG wrote them",
+}
+
+
 @dataclass
 class StrategyConfig(Settings):
     """The settings of every backend. A backend extends this class, and adds checks in ``__post_init__``."""

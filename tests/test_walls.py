@@ -92,6 +92,7 @@ LATE = {
 """Imported inside a function: where the process is a rank already or becomes no launcher, or where keys are in use."""
 PLUGIN_MAY_USE = (
     "strategy",
+    "engine",
     "graph",
     "data",
     "nn",

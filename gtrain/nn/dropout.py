@@ -344,10 +344,10 @@ class ExactDropout:
     Args:
         module: the trained module.
         seed: of all masks.
-        watch_edges: follow ``MessagePassing.propagate``; False for a strategy that declares its edges itself.
+        follows: whether to follow ``propagate`` of a convolution; a strategy passes the edges of the others itself.
     """
 
-    def __init__(self, module: nn.Module, seed: int, *, watch_edges: bool = True) -> None:
+    def __init__(self, module: nn.Module, seed: int, follows: Callable[[nn.Module], bool] = lambda _: True) -> None:
         self.seed = seed
         self._step, self._key = StepRows(), 0
         self._position = self._root = StepPosition()
@@ -363,7 +363,7 @@ class ExactDropout:
                     layer.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True),
                     layer.register_forward_hook(self._leave, always_call=True),
                 ]
-                if watch_edges:
+                if follows(layer):
                     handles += [
                         layer.register_propagate_forward_pre_hook(self._start_messages),
                         layer.register_propagate_forward_hook(self._end_messages),

@@ -313,13 +313,17 @@ class GraphStrategy(ParallelStrategy):
     watches_edges: ClassVar[bool] = True
     """Whether convolutions run unchanged. Otherwise the backend passes the edges of messages to dropout itself."""
 
+    def follows_messages(self, conv: Module) -> bool:
+        """Whether dropout follows ``propagate`` of this convolution; otherwise the backend passes the edges itself."""
+        return self.watches_edges
+
     def _install_dropout(self, module: pl.LightningModule) -> None:
         """Make dropout masks independent of the partitioning; all ranks use the seed of rank 0."""
         if self.dropout == "torch":
             return
         # 62 bits of torch's seed, which is an unsigned number of 64 bits, so that they fit a tensor of int64.
         seed = self.group.broadcast(torch.tensor([torch.initial_seed() & (1 << 62) - 1]))
-        self._exact = ExactDropout(module, int(seed), watch_edges=self.watches_edges)
+        self._exact = ExactDropout(module, int(seed), self.follows_messages)
 
     def dropout_rows(self, batch: Any) -> StepRows:
         """Return the rows that tensors of a step may have, for masks of dropout."""

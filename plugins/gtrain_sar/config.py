@@ -7,7 +7,7 @@ from typing import Any
 
 from gtrain.config import StrategyConfig
 from gtrain.errors import ConfigError
-from gtrain.settings import as_typed, choices, setting
+from gtrain.settings import choices, setting
 
 MODES = {
     1: "sequential aggregation; the backward pass fetches and computes blocks again: least memory",
@@ -44,28 +44,3 @@ class SarConfig(StrategyConfig):
         if self.mode not in MODES:
             raise ConfigError(f"mode={self.mode} was set; strategy=sar has the modes 1, 2 and 3.", hint=choices(MODES))
         super().__post_init__()
-
-    @property
-    def schedule(self) -> Schedule:
-        """The settings in the form that the strategy's modules read."""
-        return Schedule(self.mode, self.prefetch, as_typed(self.cache_inputs))
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When blocks are fetched, and what is kept of them.
-
-    Attributes:
-        mode: see :data:`MODES`.
-        prefetch: remote blocks in flight beside the one being computed, in mode 1.
-        cache_inputs: a value of :attr:`SarConfig.cache_inputs`.
-    """
-
-    mode: int = SarConfig.mode
-    prefetch: int = SarConfig.prefetch
-    cache_inputs: str = SarConfig.cache_inputs
-
-    @property
-    def window(self) -> int | None:
-        """Remote blocks in flight beside the current one; None: all of them."""
-        return self.prefetch if self.mode == 1 else None

@@ -27,18 +27,18 @@ from torch_geometric.nn import HeteroConv
 from torch_geometric.nn.conv import HGTConv, MessagePassing
 from torch_geometric.nn.conv.hetero_conv import group
 
+from gtrain.engine.constants import Constants
+from gtrain.engine.edges import EdgeBlockCache
+from gtrain.engine.halo import HaloExchange, OwnedRows, concatenated_blocks, halo_rows
+from gtrain.engine.linear import LinearCall, aggregate
+from gtrain.engine.propagate_call import PropagateCall, linear_call, random_state, reduction, replayed_random
+from gtrain.engine.schedule import Schedule
 from gtrain.errors import ConfigError
 from gtrain.graph.shard.graph import HeteroShard
 from gtrain.graph.store.manifest import EdgeType
 from gtrain.nn.dropout import current_position, resumed_at
 from gtrain.strategy.group import Group
-from gtrain_sar.config import Schedule
-from gtrain_sar.constants import Constants
-from gtrain_sar.edges import EdgeBlockCache
-from gtrain_sar.halo import HaloExchange, OwnedRows, concatenated_blocks, halo_rows
-from gtrain_sar.linear import LinearCall, aggregate
 from gtrain_sar.patching import MethodPatches, Patcher
-from gtrain_sar.propagate_call import PropagateCall, linear_call, random_state, reduction, replayed_random
 
 OVER_ALL_TYPES: tuple[type[nn.Module], ...] = (HGTConv,)
 """Convolutions that take dictionaries by type and pass messages once for all types."""

@@ -1,168 +1,30 @@
-"""Patches a module's message passing while a run lasts, and undoes the patches afterwards.
-
-An instance attribute ``propagate`` or ``edge_updater`` shadows the class's method. A convolution looks up functions
-such as ``gcn_norm`` in its own module at call time; they are replaced there, for calls inside a patched convolution.
-``RGCNConv``, which passes messages once per relation, gets one aggregation for all of them.
-"""
+"""Patches a module so that its convolutions and batch norms run over shards, and undoes the patches afterwards."""
 
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
-from torch_geometric.nn.conv import GATConv, MessagePassing, RGCNConv
+from torch_geometric.nn.conv import MessagePassing, RGCNConv
 
+from gtrain.engine.constants import Constants
+from gtrain.engine.edges import EdgeBlockCache, EdgeBlocks
+from gtrain.engine.fused_layers import FusedLayers
+from gtrain.engine.halo import HaloExchange
+from gtrain.engine.normalize import sharded_gcn_norm, synchronised_batch_norm
+from gtrain.engine.patching import MethodPatches, PatchedFunctions, RelationalConv
+from gtrain.engine.propagate import Propagation
+from gtrain.engine.schedule import Schedule
 from gtrain.errors import ConfigError
 from gtrain.nn import DglGraph
-from gtrain.nn.patching import patch_function
-from gtrain_sar.config import Schedule
-from gtrain_sar.constants import Constants
-from gtrain_sar.edges import EdgeBlock, EdgeBlockCache, EdgeBlocks, sort_edges
-from gtrain_sar.fused_layers import FusedLayers
-from gtrain_sar.halo import HaloExchange
-from gtrain_sar.kernels import load_attention, load_sums
-from gtrain_sar.linear import LinearCall, aggregate
-from gtrain_sar.normalize import sharded_gcn_norm, synchronised_batch_norm
-from gtrain_sar.propagate import Propagation
-from gtrain_sar.propagate_call import reduction
+from gtrain_sar.whole_halo import WholeHalo, as_pair
 
 _CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
 """Caches of a graph that convolutions with ``cached=True`` have; a shard's must not be used outside of the run."""
 _GCN_NORM = inspect.signature(sharded_gcn_norm)
-_MEMOIZED = ("remove_self_loops", "add_self_loops", "add_remaining_self_loops")
-
-
-class RelationalConv:
-    """Runs the calls of ``propagate`` of one ``RGCNConv``.
-
-    A target has a row for each relation, ``relation * n + target`` with n local nodes. The aggregates of all relations
-    are then one sparse product with local and halo rows, which are sent once. The convolution reads the result relation
-    by relation.
-
-    Args:
-        conv: the convolution.
-        edges: returns the blocks of edges between the same nodes; called when the convolution runs.
-        schedule: when blocks are fetched.
-        fallback: runs the other calls of ``propagate``: of a maximum, or over ids instead of features.
-    """
-
-    def __init__(
-        self,
-        conv: RGCNConv,
-        edges: Callable[[], EdgeBlockCache],
-        schedule: Schedule,
-        fallback: Callable[..., Tensor],
-    ) -> None:
-        self._conv, self._edges, self._schedule, self._fallback = conv, edges, schedule, fallback
-        self._expanded: Any = WeakIdKeyDictionary()  # edge_index -> (edge_type, blocks)
-        self._inputs: tuple[Any, Any, Any] = (None, None, None)  # x, edge_index, edge_type
-        self._aggregates: list[Tensor] = []  # of the relations that the convolution has not read yet, last first
-
-    def watch(self) -> list[Callable[[], Any]]:
-        """Record the inputs of each call of the convolution; return the actions that undo it."""
-        hooks = [
-            self._conv.register_forward_pre_hook(self._note, with_kwargs=True),
-            self._conv.register_forward_hook(self._forget, always_call=True),
-        ]
-        return [hook.remove for hook in hooks]
-
-    def propagate(self, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
-        """Return the aggregate of the next relation, [n, in_channels]."""
-        if not self._aggregates:
-            x, edges, edge_type = self._inputs
-            if not self._serves(x, edges, edge_type, kwargs):
-                return self._fallback(edge_index, size=size, **kwargs)
-            self._aggregates = list(self._aggregate(kwargs["x"], edges, edge_type).unbind(0))[::-1]
-        return self._aggregates.pop()
-
-    def _serves(self, x: Any, edges: Any, edge_type: Any, kwargs: dict[str, Any]) -> bool:
-        plain = type(self._conv).forward is RGCNConv.forward and type(self._conv).message is RGCNConv.message
-        rows: Tensor = kwargs["x"]
-        of_features = rows is (x[0] if isinstance(x, tuple) else x) and rows.is_floating_point()
-        whole = isinstance(edges, Tensor) and isinstance(edge_type, Tensor) and kwargs.get("edge_type_ptr") is None
-        return plain and of_features and whole and reduction(self._conv) in ("sum", "mean")
-
-    def _aggregate(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
-        """[num_relations, n, in_channels]."""
-        cached = self._expanded.get(edge_index)
-        if cached is None or cached[0] is not edge_type:
-            cached = self._expanded[edge_index] = edge_type, self._expand(edge_index, edge_type)
-        (out,) = aggregate([LinearCall(cached[1], x, None, reduction(self._conv) == "mean")], self._schedule)
-        return out.view(self._conv.num_relations, -1, *out.shape[1:])
-
-    def _expand(self, edge_index: Tensor, edge_type: Tensor) -> EdgeBlocks:
-        edges = self._edges()
-        expanded = torch.stack([edge_index[0], edge_type * edges.num_targets + edge_index[1]])
-        return sort_edges(expanded, edges.exchange, self._conv.num_relations * edges.num_targets)
-
-    def _note(self, conv: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        inputs = dict(zip(("x", "edge_index", "edge_type"), args, strict=False)) | kwargs
-        if inputs.get("x") is None:
-            raise ConfigError(
-                f"{type(conv).__name__} was called without features; it would use a node's position in its part as id.",
-                hint="use gtrain.model.relational.IdRGCNConv, give it batch.orig_id as x, or set strategy=single.",
-            )
-        self._inputs, self._aggregates = (inputs["x"], inputs.get("edge_index"), inputs.get("edge_type")), []
-
-    def _forget(self, *_: Any) -> None:
-        self._inputs, self._aggregates = (None, None, None), []
-
-
-class MethodPatches:
-    """Methods of layers that instance attributes shadow, and every other change that the end of a run undoes."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], Any]] = []
-        self._patched: dict[nn.Module, set[str]] = defaultdict(set)
-
-    def add(self, layer: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        """Shadow a method of ``layer``."""
-        undo = partial(layer.__dict__.__setitem__, name, layer.__dict__[name]) if name in layer.__dict__ else None
-        layer.__dict__[name] = function
-        self._patched[layer].add(name)
-        self._undo.append(undo or partial(layer.__dict__.pop, name))
-
-    def undo_with(self, *actions: Callable[[], Any]) -> None:
-        """Call these when the patches are undone."""
-        self._undo += actions
-
-    def undo(self) -> None:
-        """Undo every change, the last one first."""
-        while self._undo:
-            self._undo.pop()()
-        self._patched.clear()
-
-    @contextmanager
-    def suspended(self, module: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
-        """Restore the methods of ``module`` and its layers inside this context; batch norms stay synchronised.
-
-        Args:
-            module: a convolution.
-            methods: by name, what replaces methods of its convolutions instead; called with the convolution first.
-        """
-        norms = nn.modules.batchnorm._BatchNorm
-        layers = [layer for layer in module.modules() if layer in self._patched and not isinstance(layer, norms)]
-        before = [dict(layer.__dict__) for layer in layers]
-        for layer in layers:
-            for name in self._patched[layer]:
-                layer.__dict__.pop(name, None)
-            if isinstance(layer, MessagePassing):
-                layer.__dict__.update({name: partial(method, layer) for name, method in methods.items()})
-        try:
-            yield
-        finally:
-            for layer, attributes in zip(layers, before, strict=True):
-                for name in {*self._patched[layer], *methods}:
-                    layer.__dict__.pop(name, None)
-                    if name in attributes:
-                        layer.__dict__[name] = attributes[name]
 
 
 class Patcher:
@@ -180,9 +42,9 @@ class Patcher:
         self.exchange, self.schedule = exchange, schedule
         self.constants, self.patches = Constants(schedule), MethodPatches()
         exchange.constants = self.constants
-        self.propagation = Propagation(schedule, self.constants, self.patches.add)
-        self._fused_layers = FusedLayers(schedule, self.constants, self.edges)
-        self._functions = PatchedFunctions(lambda: self.edges().exchange, self.constants)
+        self.propagation = Propagation(schedule, self.constants, self.patches.add, WholeHalo())
+        self._fused_layers = FusedLayers(schedule, self.constants, self._blocks)
+        self._functions = PatchedFunctions(self.constants, self._gcn_norm)
         self._edges = EdgeBlockCache(exchange, exchange.shard.num_local)
 
     @property
@@ -216,7 +78,7 @@ class Patcher:
             self.patches.undo_with(hook.remove)
         propagate: Callable[..., Tensor] = partial(self.propagate, conv)
         if type(conv).forward is RGCNConv.forward:
-            relational = RelationalConv(conv, self.edges, self.schedule, propagate)
+            relational = RelationalConv(conv, lambda _: self.edges(), self.schedule, propagate)
             self.patches.undo_with(*relational.watch())
             propagate = relational.propagate
         self.patches.add(conv, "propagate", propagate)
@@ -243,6 +105,7 @@ class Patcher:
     def propagate(self, conv: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         """``conv.propagate`` over the shard, which determines ``size``."""
         _check_ids(conv, kwargs)
+        _check_nodes_first(conv, kwargs)
         return self.propagation.propagate(conv, edge_index, self.edges(), kwargs)
 
     def edge_updater(self, conv: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Any:
@@ -253,16 +116,14 @@ class Patcher:
         """Return the blocks of edges between the nodes that the running convolution works on."""
         return self._edges
 
+    def _blocks(self, edge_index: Tensor, num_sources: int, num_targets: int) -> EdgeBlocks:
+        return self.edges()(edge_index)
 
-def load_kernels(module: nn.Module, dtype: torch.dtype) -> None:
-    """Load the kernels that the module's convolutions are likely to need, before memory and time are measured."""
-    if dtype not in (torch.float32, torch.float64):
-        return
-    zero = torch.zeros(1, dtype=torch.int64)
-    edge = EdgeBlock(zero, zero, zero, 1, 1).by_target
-    load_sums(edge, dtype)
-    if any(isinstance(layer, GATConv) for layer in module.modules()):
-        load_attention(edge, dtype)
+    def _gcn_norm(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Callable[..., Any]]:
+        """Return the arguments of :func:`sharded_gcn_norm` for those of PyG's ``gcn_norm``, and that function."""
+        bound = _GCN_NORM.bind(self.edges().exchange, *args, **kwargs)
+        bound.apply_defaults()
+        return bound.args, sharded_gcn_norm
 
 
 def _check_ids(conv: MessagePassing, kwargs: dict[str, Any]) -> None:
@@ -278,70 +139,12 @@ def _check_ids(conv: MessagePassing, kwargs: dict[str, Any]) -> None:
         )
 
 
-class PatchedFunctions:
-    """Replaces functions in the modules of convolutions, for calls made inside a patched convolution.
-
-    Args:
-        exchange: returns the halo of the sources of the running convolution.
-        constants: inputs that never change, and hence results of these functions that never change.
-    """
-
-    def __init__(self, exchange: Callable[[], HaloExchange], constants: Constants) -> None:
-        self._depth = 0
-        self._exchange, self._constants = exchange, constants
-        self._memoized = {"gcn_norm": _Memoized(sharded_gcn_norm, constants)}
-
-    def install(self, convs: Sequence[MessagePassing]) -> list[Callable[[], Any]]:
-        """Replace the functions that the modules of ``convs`` have; return the actions that undo it."""
-        undo: list[Callable[[], Any]] = []
-        for conv in convs:
-            undo.append(conv.register_forward_pre_hook(lambda *_: self._enter(1)).remove)
-            undo.append(conv.register_forward_hook(lambda *_: self._enter(-1), always_call=True).remove)
-        for name in ("gcn_norm", *_MEMOIZED):
-            undo += patch_function(convs, name, partial(self._call, name))
-        return undo
-
-    def _call(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call PyG's function outside of a patched convolution, else its replacement."""
-        if not self._depth:
-            return original(*args, **kwargs)
-        if name == "gcn_norm":
-            bound = _GCN_NORM.bind(self._exchange(), *args, **kwargs)
-            # Convolutions pass the same arguments by position or by name.
-            bound.apply_defaults()
-            args, kwargs = bound.args, {}
-        elif name not in self._memoized:
-            self._memoized[name] = _Memoized(original, self._constants)
-        return self._memoized[name](*args, **kwargs)
-
-    def _enter(self, levels: int) -> None:
-        self._depth += levels
-
-
-class _Memoized:
-    """A function of edges whose results for constant inputs are cached: equal calls return the same tensors."""
-
-    def __init__(self, original: Callable[..., Any], constants: Constants) -> None:
-        self._original, self._constants = original, constants
-        self._results: Any = WeakIdKeyDictionary()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        key = (*args, *sorted(kwargs.items()))
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        if not all(tensor in self._constants for tensor in tensors):
-            return self._original(*args, **kwargs)
-        for cached_key, result in self._results.get(tensors[0], []):
-            if len(cached_key) == len(key) and all(map(_same, cached_key, key)):
-                return result
-        result = self._original(*args, **kwargs)
-        if not torch.is_inference_mode_enabled():
-            # Autograd cannot use inference tensors later.
-            self._results.setdefault(tensors[0], []).append((key, result))
-            self._constants.add(value for value in result if isinstance(value, Tensor))
-        return result
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b))
+def _check_nodes_first(conv: MessagePassing, kwargs: dict[str, Any]) -> None:
+    at_sources = [as_pair(value) for name, value in kwargs.items() if f"{name}_j" in conv._user_args]
+    dims = [tensor.dim() for pair in at_sources for tensor in pair if isinstance(tensor, Tensor)]
+    if any(conv.node_dim % dim for dim in dims if dim):
+        raise ConfigError(
+            f"{type(conv).__name__} was called with features of {max(dims)} dimensions and has "
+            f"node_dim={conv.node_dim}; strategy=sar requires nodes to be the first dimension.",
+            hint="use node_dim=0 and [nodes, ...], or strategy=single.",
+        )

@@ -13,6 +13,9 @@ from torch_geometric.nn.conv import MessagePassing
 
 from gtrain.backends import Serves
 from gtrain.data.batches.loader import SeedLoader, graph_batch, hetero_shard_batch, split_batch
+from gtrain.engine.halo import HaloExchange
+from gtrain.engine.patching import load_kernels
+from gtrain.engine.schedule import Schedule
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.shard import GraphShard, load_shard
 from gtrain.graph.shard.graph import HeteroShard, load_hetero_shard
@@ -21,13 +24,13 @@ from gtrain.graph.store import Store
 from gtrain.memory.heap import give_back_freed
 from gtrain.nn import DglGraph
 from gtrain.nn.dropout import StepRows, rows_of
+from gtrain.settings import as_typed
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
 from gtrain.strategy.spread_edges import SpreadEdges
 from gtrain_sar import SERVES, config, unsupported
-from gtrain_sar.halo import HaloExchange
 from gtrain_sar.hetero import Relations, TypedPatcher
-from gtrain_sar.patching import Patcher, load_kernels
+from gtrain_sar.patching import Patcher
 
 
 class SarStrategy(GraphStrategy):
@@ -47,7 +50,7 @@ class SarStrategy(GraphStrategy):
 
     def __init__(self, *values: Any, **settings: Any) -> None:
         super().__init__(*values, **settings)
-        self.schedule = self.settings.schedule
+        self.schedule = schedule_of(self.settings)
         self.wire_dtype = torch.bfloat16 if self.settings.wire_dtype == "bfloat16" else None
         self._patcher: Patcher | None = None
         self._graph: Data | HeteroData | None = None
@@ -146,6 +149,11 @@ class SarStrategy(GraphStrategy):
         self._module = None
         if self._patcher is not None:
             self._patcher.uninstall()
+
+
+def schedule_of(settings: config.SarConfig) -> Schedule:
+    """Return the settings that the layer engine reads."""
+    return Schedule(settings.mode, settings.prefetch, as_typed(settings.cache_inputs))
 
 
 def check_parts_agree(group: Group, shard: GraphShard | HeteroShard) -> None:

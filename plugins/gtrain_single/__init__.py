@@ -14,7 +14,7 @@ SERVES = Serves(
 
 backend = Backend(
     description="one process, the whole graph: the reference",
-    config="gtrain.config:StrategyConfig",
+    config="gtrain_single.config:SingleConfig",
     strategy="gtrain_single.strategy:SingleStrategy",
     conf="gtrain_single.conf",
     serves=SERVES,

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
+from torch.nn import Module
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.backends import Serves
 from gtrain.data.batches.edge_seeds import EdgeSeeds
 from gtrain.data.batches.loader import SeedLoader, graph_batch, hetero_batch
+from gtrain.engine.local import LocalEngine
 from gtrain.errors import ConfigError
 from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.shard.whole import load_whole_hetero
 from gtrain.graph.store import Store
 from gtrain.strategy.base import GraphStrategy
 from gtrain_single import SERVES
+from gtrain_single.config import SingleConfig
 
 
 class SingleStrategy(GraphStrategy):
@@ -24,6 +27,12 @@ class SingleStrategy(GraphStrategy):
 
     strategy_name: ClassVar[str] = "single"
     serves: ClassVar[Serves] = SERVES
+    settings_type = SingleConfig
+    settings: SingleConfig
+
+    def __init__(self, *values: Any, **settings: Any) -> None:
+        super().__init__(*values, **settings)
+        self._engine = LocalEngine(constant=True)
 
     @property
     def full_batch(self) -> bool:  # type: ignore[override]
@@ -43,9 +52,23 @@ class SingleStrategy(GraphStrategy):
         return load_whole_hetero(store) if store.is_hetero else load_whole(store)
 
     def batches(self, shard: GraphShard | HeteroData, loader: SeedLoader) -> Iterable[Data | HeteroData]:
+        batch: Data | HeteroData
         if isinstance(shard, HeteroData):
-            return _Steps(loader, hetero_batch(shard, loader.store, self.dtype))
-        return _Steps(loader, graph_batch(shard, self.dtype))
+            batch = hetero_batch(shard, loader.store, self.dtype)
+        else:
+            batch = graph_batch(shard, self.dtype)
+        self._engine.add_constants(value for stored in batch.stores for value in stored.values())
+        return _Steps(loader, batch)
+
+    def install(self, module: Module) -> None:
+        if self.settings.layers == "auto":
+            self._engine.install(module)
+
+    def uninstall(self, module: Module) -> None:
+        self._engine.uninstall()
+
+    def follows_messages(self, conv: Module) -> bool:
+        return not self._engine.runs(conv)
 
 
 class _Steps:

@@ -15,19 +15,19 @@ from sar_conv_graphs import NODES, view
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
+from gtrain.engine.halo import HaloExchange
 from gtrain.errors import PeerLostError
 from gtrain.graph.shard import GraphShard, load_shard, load_whole
 from gtrain.graph.store import Store
 from gtrain.strategy.group import Group, flatten, unflatten_into
 from gtrain_sar import unsupported
-from gtrain_sar.halo import HaloExchange
 from gtrain_sar.patching import Patcher
 
 
 def patcher(exchange: HaloExchange, mode: int, **settings: Any) -> Patcher:
     """The engine; the one place here that knows how it is made."""
     try:
-        from gtrain_sar.config import Schedule
+        from gtrain.engine.schedule import Schedule
     except ImportError:
         return Patcher(exchange, mode, settings.get("prefetch", 1))
     return Patcher(exchange, Schedule(mode=mode, **settings))

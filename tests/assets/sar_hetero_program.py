@@ -44,6 +44,8 @@ from torch_geometric.nn.models import GAT
 
 from gtrain import run_local
 from gtrain.data.batches.loader import graph_batch, hetero_batch, hetero_shard_batch
+from gtrain.engine.halo import HaloExchange
+from gtrain.engine.schedule import Schedule
 from gtrain.graph.shard import load_shard, load_whole
 from gtrain.graph.shard.graph import load_hetero_shard
 from gtrain.graph.shard.whole import load_whole_hetero
@@ -58,8 +60,6 @@ from gtrain.model.relational import HGT, HeteroSAGE, IdRGCNConv
 from gtrain.nn import Embedding
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group, flatten, form_group, unflatten_into
-from gtrain_sar.config import Schedule
-from gtrain_sar.halo import HaloExchange
 from gtrain_sar.patching import Patcher
 
 COUNTS = {"a": 31, "b": 17, "c": 2}

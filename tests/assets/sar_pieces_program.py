@@ -6,8 +6,8 @@ import sys
 
 import sar_conv_program
 
+from gtrain.engine.attention import readers
 from gtrain_sar import point_to_point
-from gtrain_sar.attention import readers
 
 if __name__ == "__main__":
     point_to_point.PIECE_BYTES = point_to_point.LEAST_BYTES = 128

@@ -21,13 +21,13 @@ from dgl.udf import EdgeBatch
 from torch import Tensor, nn
 from torch_geometric.utils import softmax
 
+from gtrain.engine.attention.softmax import attend_by_blocks
+from gtrain.engine.blocks import aggregate_by_blocks
+from gtrain.engine.edges import EdgeBlock, EdgeBlocks
+from gtrain.engine.propagate_call import PropagateCall, TensorPool, probe_inputs, probing
+from gtrain.engine.schedule import Schedule
 from gtrain.errors import DataError
 from gtrain.nn.dropout import current_position
-from gtrain_sar.attention.softmax import attend_by_blocks
-from gtrain_sar.blocks import aggregate_by_blocks
-from gtrain_sar.config import Schedule
-from gtrain_sar.edges import EdgeBlock, EdgeBlocks
-from gtrain_sar.propagate_call import PropagateCall, TensorPool, probe_inputs, probing
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
@@ -279,7 +279,7 @@ class ParameterOwner:
 
 
 class AttentionCall(PropagateCall):
-    """Sum of source rows ``x`` with the coefficients of an expression, for :mod:`gtrain_sar.attention.softmax`."""
+    """Sum of source rows ``x`` with the coefficients of an expression, for :mod:`gtrain.engine.attention.softmax`."""
 
     def __init__(self, blocks: EdgeBlocks, x: Tensor, expression: EdgeExpression) -> None:
         self.conv: Any = ParameterOwner([tensor for step in expression.steps for tensor in step.tensors])
@@ -388,7 +388,7 @@ class ShardEdgeBatch(EdgeBatch):
 
 
 class FunctionCall(PropagateCall):
-    """Messages that a Python function computes from edges, for :mod:`gtrain_sar.blocks`.
+    """Messages that a Python function computes from edges, for :mod:`gtrain.engine.blocks`.
 
     Args:
         graph: its ``blocks``, and its ``ndata`` and ``edata``, which the function may read.

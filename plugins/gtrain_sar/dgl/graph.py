@@ -23,11 +23,14 @@ from dgl.base import is_all
 from dgl.udf import NodeBatch
 from torch import Tensor
 
+from gtrain.engine.attention.fused import attend
+from gtrain.engine.edges import EdgeBlockCache, EdgeBlocks
+from gtrain.engine.halo import halo_rows, return_gradients
+from gtrain.engine.linear import LinearCall, aggregate
+from gtrain.engine.schedule import Schedule
 from gtrain.errors import ConfigError
 from gtrain.nn import DglGraph
 from gtrain.nn.dropout import active_dropout
-from gtrain_sar.attention.fused import attend
-from gtrain_sar.config import Schedule
 from gtrain_sar.dgl.edge_values import (
     EdgeExpression,
     Frame,
@@ -38,9 +41,6 @@ from gtrain_sar.dgl.edge_values import (
     aggregate_in_blocks,
     attend_in_blocks,
 )
-from gtrain_sar.edges import EdgeBlockCache, EdgeBlocks
-from gtrain_sar.halo import halo_rows, return_gradients
-from gtrain_sar.linear import LinearCall, aggregate
 
 _OPERATORS = {
     "gspmm": ("dgl.ops.spmm", "gspmm_internal"),

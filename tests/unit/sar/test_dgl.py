@@ -29,11 +29,11 @@ dgl = pytest.importorskip(
 from dgl import function as fn  # noqa: E402
 from dgl import nn as dglnn  # noqa: E402
 
+from gtrain.engine.halo import HaloExchange  # noqa: E402
+from gtrain.engine.schedule import Schedule  # noqa: E402
 from gtrain.model.dgl_networks import DglGAT, DglRGCN, DglSAGE  # noqa: E402
-from gtrain_sar.config import Schedule  # noqa: E402
 from gtrain_sar.dgl.edge_values import LazyEdgeValues  # noqa: E402
 from gtrain_sar.dgl.graph import ShardGraph  # noqa: E402
-from gtrain_sar.halo import HaloExchange  # noqa: E402
 from gtrain_sar.patching import Patcher  # noqa: E402
 from gtrain_sar.strategy import SarStrategy  # noqa: E402
 

@@ -15,12 +15,12 @@ from torch_geometric.nn.to_hetero_with_bases_transformer import HeteroBasisConv
 from typed_library import CITES, WRITES, library, library_parts, write
 
 from gtrain.data.batches.loader import hetero_shard_batch, split_batch
+from gtrain.engine.schedule import Schedule
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.shard.graph import HeteroShard, load_hetero_shard
 from gtrain.graph.store import Store
 from gtrain.strategy.group import Group
 from gtrain_sar import unsupported
-from gtrain_sar.config import Schedule
 from gtrain_sar.hetero import LayerCall, MultipleHopsError, NodeArgument, Relations, TypedPatcher, suspend_at_propagate
 from gtrain_sar.strategy import check_parts_agree
 

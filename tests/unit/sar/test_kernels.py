@@ -14,13 +14,13 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from gtrain.engine import kernels
+from gtrain.engine.edges import CompressedEdges, compress
+from gtrain.engine.kernels import AttentionGradients, AttentionInputs, TargetGradients, plain, threads
+from gtrain.engine.kernels.rows import data
 from gtrain.kernels.exponential import exp_all
 from gtrain.kernels.splitmix import key
 from gtrain.nn.dropout import NO_DROPOUT, Mask
-from gtrain_sar import kernels
-from gtrain_sar.edges import CompressedEdges, compress
-from gtrain_sar.kernels import AttentionGradients, AttentionInputs, TargetGradients, plain, threads
-from gtrain_sar.kernels.rows import data
 
 SOURCES, TARGETS, EDGES, SLOPE = 23, 17, 160, 0.2
 SHAPES = [(1, 1), (1, 16), (4, 64), (3, 7), (2, 37), (1, 33), (5, 8)]

@@ -25,15 +25,16 @@ from torch_geometric.nn import (
 )
 from torch_geometric.nn.conv import gcn_conv
 
+from gtrain.engine.halo import HaloExchange
+from gtrain.engine.normalize import synchronised_batch_norm
+from gtrain.engine.propagate_call import reduction, sees_one_edge
+from gtrain.engine.schedule import Schedule
 from gtrain.errors import ConfigError
 from gtrain.graph.shard import GraphShard
 from gtrain.strategy.group import Group
 from gtrain_sar import unsupported
-from gtrain_sar.config import SarConfig, Schedule
-from gtrain_sar.halo import HaloExchange
-from gtrain_sar.normalize import synchronised_batch_norm
+from gtrain_sar.config import SarConfig
 from gtrain_sar.patching import Patcher
-from gtrain_sar.propagate_call import reduction, sees_one_edge
 from gtrain_sar.strategy import SarStrategy
 
 NODES, EDGES = 30, 120

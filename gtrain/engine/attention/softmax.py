@@ -19,11 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.utils import softmax as pyg_softmax
 
-from gtrain_sar.blocks import Replay, kept_blocks, mean_or_sum
-from gtrain_sar.config import Schedule
-from gtrain_sar.edges import EdgeBlock
-from gtrain_sar.halo import add_rows, count_needed, stream
-from gtrain_sar.propagate_call import (
+from gtrain.engine.blocks import Replay, kept_blocks, mean_or_sum
+from gtrain.engine.edges import EdgeBlock
+from gtrain.engine.halo import add_rows, count_needed, stream
+from gtrain.engine.propagate_call import (
     PropagateCall,
     message_parameters,
     probe_inputs,
@@ -31,6 +30,7 @@ from gtrain_sar.propagate_call import (
     random_state,
     replayed_random,
 )
+from gtrain.engine.schedule import Schedule
 
 
 def calls_softmax(conv: MessagePassing, method: str) -> bool:
@@ -186,8 +186,8 @@ def _logits(call: PropagateCall, r: int, tensors: list[Tensor]) -> Tensor:
 class _RunningSoftmax:
     """Sum of messages with coefficients ``exp(logit - top)``, rescaled when a block has a larger logit.
 
-    The online softmax (Milakov & Gimelshein 2018, algorithm 3) of :mod:`gtrain_sar.kernels.attention`, for the messages
-    of any convolution.
+    The online softmax (Milakov & Gimelshein 2018, algorithm 3) of :mod:`gtrain.engine.kernels.attention`, for the
+    messages of any convolution.
 
     Shapes:
         top and total ``(targets, heads)``, out ``(targets, heads, channels)``.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import leaky_relu
 
+from gtrain.engine.edges import CompressedEdges
 from gtrain.nn.dropout import Mask
-from gtrain_sar.edges import CompressedEdges
 
 CHUNK_NUMBERS = 1 << 24  # in the messages of a chunk: 64 MiB of float32
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch_geometric.nn.aggr import Aggregation, MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
 from torch_geometric.nn.conv import MessagePassing
 
+from gtrain.engine.edges import EdgeBlock, EdgeBlocks
+from gtrain.engine.halo import OwnedRows
+from gtrain.engine.linear import LinearCall
 from gtrain.nn.dropout import DropoutRows, current_position, resumed_at, torch_dropout
-from gtrain_sar.edges import EdgeBlock, EdgeBlocks
-from gtrain_sar.halo import OwnedRows
-from gtrain_sar.linear import LinearCall
 
 REDUCTIONS: dict[type[Aggregation], str] = {
     SumAggregation: "sum",

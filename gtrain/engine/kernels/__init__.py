@@ -6,21 +6,21 @@ code in chunks of edges. Both give the same result to rounding, and the same dro
 
 from __future__ import annotations
 
-from gtrain_sar.kernels.attention import (
+from gtrain.engine.kernels.attention import (
     attention_backward,
     attention_finish,
     attention_forward,
     attention_state,
     load_attention,
 )
-from gtrain_sar.kernels.plain import (
+from gtrain.engine.kernels.plain import (
     AttentionGradients,
     AttentionInputs,
     AttentionState,
     ExtremeState,
     TargetGradients,
 )
-from gtrain_sar.kernels.sums import extreme_backward, extreme_forward, extreme_state, load_sums, sddmm, spmm
+from gtrain.engine.kernels.sums import extreme_backward, extreme_forward, extreme_state, load_sums, sddmm, spmm
 
 __all__ = [
     "AttentionGradients",

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gtrain_sar.edges import CompressedEdges
+from gtrain.engine.edges import CompressedEdges
 
 _RANGE_EDGES = 1 << 13  # fewer edges are not worth another thread
 _RANGES_PER_THREAD = 4  # a thread that finishes early takes over some of the others' rows

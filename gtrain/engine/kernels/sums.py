@@ -11,12 +11,12 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from gtrain.engine.edges import CompressedEdges
+from gtrain.engine.kernels import plain
+from gtrain.engine.kernels.plain import ExtremeState
+from gtrain.engine.kernels.rows import add, add_scaled, data, dot, prefetch_row
+from gtrain.engine.kernels.threads import run_over_rows, runs_compiled
 from gtrain.kernels.options import inlined
-from gtrain_sar.edges import CompressedEdges
-from gtrain_sar.kernels import plain
-from gtrain_sar.kernels.plain import ExtremeState
-from gtrain_sar.kernels.rows import add, add_scaled, data, dot, prefetch_row
-from gtrain_sar.kernels.threads import run_over_rows, runs_compiled
 
 
 def spmm(block: CompressedEdges, x: Tensor, out: Tensor, weight: Tensor | None = None) -> None:

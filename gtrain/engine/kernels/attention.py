@@ -29,15 +29,15 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from gtrain.engine.edges import CompressedEdges
+from gtrain.engine.kernels import plain
+from gtrain.engine.kernels.plain import AttentionGradients, AttentionInputs, AttentionState, TargetGradients
+from gtrain.engine.kernels.rows import add_scaled, data, dot_and_add_scaled, prefetch_row, scale_by
+from gtrain.engine.kernels.threads import as_numpy, row_ranges, run_in_threads, run_over_rows, runs_compiled
 from gtrain.kernels.exponential import exp_all
 from gtrain.kernels.options import FAST, inlined
 from gtrain.kernels.random import GOLDEN, mix
 from gtrain.nn.dropout import NO_DROPOUT
-from gtrain_sar.edges import CompressedEdges
-from gtrain_sar.kernels import plain
-from gtrain_sar.kernels.plain import AttentionGradients, AttentionInputs, AttentionState, TargetGradients
-from gtrain_sar.kernels.rows import add_scaled, data, dot_and_add_scaled, prefetch_row, scale_by
-from gtrain_sar.kernels.threads import as_numpy, row_ranges, run_in_threads, run_over_rows, runs_compiled
 
 _GROUP = 256  # edges whose exponentials are computed in one go
 _LOW, _SHIFT_32 = np.uint64(0xFFFFFFFF), np.uint64(32)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gtrain_sar.config import Schedule
-from gtrain_sar.edges import EdgeBlocks
-from gtrain_sar.halo import HaloExchange, PendingExchange, add_rows, count_needed, push, stream
-from gtrain_sar.kernels import extreme_backward, extreme_forward, extreme_state
-from gtrain_sar.propagate_call import PropagateCall, message_parameters, random_state, replayed_random
+from gtrain.engine.edges import EdgeBlocks
+from gtrain.engine.halo import HaloExchange, PendingExchange, add_rows, count_needed, push, stream
+from gtrain.engine.kernels import extreme_backward, extreme_forward, extreme_state
+from gtrain.engine.propagate_call import PropagateCall, message_parameters, random_state, replayed_random
+from gtrain.engine.schedule import Schedule
 
 MessageGradient = Callable[[Tensor, Tensor], Tensor]
 """Computes the gradient of a block's messages from their targets and the messages."""
@@ -95,7 +95,7 @@ def mean_or_sum(call: PropagateCall, messages: Sequence[Tensor]) -> Tensor:
 class _RunningExtreme:
     """Running maximum or minimum over blocks, with the number of messages that attain it.
 
-    Ties share the gradient as :func:`gtrain_sar.blocks.extreme` says.
+    Ties share the gradient as :func:`gtrain.engine.blocks.extreme` says.
     """
 
     def __init__(self, call: PropagateCall) -> None:

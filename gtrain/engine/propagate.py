@@ -1,39 +1,29 @@
-"""Chooses how a call of ``propagate`` runs: a sparse product, fused attention, block by block, or one exchange.
+"""Chooses how a call of ``propagate`` runs: a sparse product, fused attention, block by block, or as PyG wrote it.
 
-A linear layer and a linear aggregation commute: they are swapped where the narrower rows are then sent.
+A linear layer and a linear aggregation commute: they are swapped where the aggregated rows are then narrower.
 """
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from torch_geometric.nn import aggr
-from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.conv import GATConv, GATv2Conv, GCNConv, GraphConv, MessagePassing, SAGEConv, SGConv
 
-from gtrain.errors import ConfigError
-from gtrain.nn.dropout import DropoutRows, current_position, edge_ids, resumed_at
-from gtrain.strategy.group import Group
-from gtrain_sar.attention.fused import attend
-from gtrain_sar.attention.softmax import attend_by_blocks, calls_softmax, is_linear_in_coefficients
-from gtrain_sar.blocks import aggregate_by_blocks, extreme
-from gtrain_sar.config import Schedule
-from gtrain_sar.constants import Constants
-from gtrain_sar.edges import EdgeBlockCache, EdgeBlocks
-from gtrain_sar.fused_layers import has_hooks, plain_linear
-from gtrain_sar.halo import halo_rows
-from gtrain_sar.linear import LinearCall, aggregate
-from gtrain_sar.propagate_call import (
+from gtrain.engine.attention.fused import attend
+from gtrain.engine.attention.softmax import attend_by_blocks, calls_softmax, is_linear_in_coefficients
+from gtrain.engine.blocks import aggregate_by_blocks, extreme
+from gtrain.engine.constants import Constants
+from gtrain.engine.edges import BlockSource, EdgeBlocks
+from gtrain.engine.fused_layers import has_hooks, plain_linear
+from gtrain.engine.linear import LinearCall, aggregate
+from gtrain.engine.propagate_call import (
     PropagateCall,
     linear_call,
     normalises_messages,
@@ -41,25 +31,10 @@ from gtrain_sar.propagate_call import (
     sees_one_edge,
     source_rows,
 )
+from gtrain.engine.schedule import Schedule
 
 _FORWARDS_COEFFICIENTS = (GATConv.forward, GATv2Conv.forward)
 """Forward passes that only pass the result of ``edge_updater`` on to ``propagate``."""
-
-_ORDER_INDEPENDENT = (
-    aggr.SumAggregation,
-    aggr.MeanAggregation,
-    aggr.MaxAggregation,
-    aggr.MinAggregation,
-    aggr.MulAggregation,
-    aggr.VarAggregation,
-    aggr.StdAggregation,
-    aggr.SoftmaxAggregation,
-    aggr.PowerMeanAggregation,
-    aggr.MultiAggregation,
-    aggr.DegreeScalerAggregation,
-    aggr.VariancePreservingAggregation,
-)
-"""Aggregations whose result does not depend on the order of edges."""
 
 AFTER: dict[type[MessagePassing], str] = {SAGEConv: "lin_l", GraphConv: "lin_rel", SGConv: "lin"}
 """Convolutions that apply a linear layer to the aggregate, and its name."""
@@ -75,6 +50,33 @@ class DeferredCoefficients:
     kwargs: dict[str, Any]
 
 
+class OtherCalls(Protocol):
+    """Runs the calls that the engine does not compute itself, by PyG's methods.
+
+    Args of all methods:
+        conv: the convolution.
+        edge_index: of the call.
+        edges: gives the blocks of edges between the same nodes.
+        kwargs: of the call.
+    """
+
+    def propagate(self, conv: MessagePassing, edge_index: Tensor, edges: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Return the result of ``conv.propagate``, [num_targets, ...]."""
+
+    def edge_updater(self, conv: MessagePassing, edge_index: Tensor, edges: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the result of ``conv.edge_updater``, [E, ...]."""
+
+    def attend(
+        self,
+        conv: MessagePassing,
+        edge_index: Tensor,
+        edges: Any,
+        kwargs: dict[str, Any],
+        deferred: tuple[str, DeferredCoefficients],
+    ) -> Tensor:
+        """Return the result of ``conv.propagate``; ``deferred`` is the argument that ``edge_updater`` computes."""
+
+
 class Propagation:
     """Runs calls of ``propagate`` and ``edge_updater`` over blocks.
 
@@ -82,6 +84,7 @@ class Propagation:
         schedule: when blocks are fetched.
         constants: inputs that never change.
         shadow: sets an attribute of a module's instance until the run ends.
+        others: runs the calls that are not computed over blocks.
 
     Attributes:
         transforms: swaps linear layers and aggregations; patches the linear layers.
@@ -92,8 +95,9 @@ class Propagation:
         schedule: Schedule,
         constants: Constants,
         shadow: Callable[[nn.Module, str, Callable[..., Any]], None],
+        others: OtherCalls,
     ) -> None:
-        self._schedule, self._constants = schedule, constants
+        self._schedule, self._constants, self._others = schedule, constants, others
         self.transforms = Transforms(shadow)
         self._returning_weights: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
 
@@ -101,15 +105,8 @@ class Propagation:
         """Record whether the running call of ``conv`` also returns the coefficients themselves."""
         (self._returning_weights.add if returns else self._returning_weights.discard)(conv)
 
-    def propagate(
-        self, conv: MessagePassing, edge_index: Tensor, edges: EdgeBlockCache, kwargs: dict[str, Any]
-    ) -> Tensor:
-        """Return the result of ``conv.propagate``, [num_targets, ...].
-
-        Raises:
-            ConfigError: nodes are not the first dimension.
-        """
-        _check_nodes_first(conv, kwargs)
+    def propagate(self, conv: MessagePassing, edge_index: Tensor, edges: BlockSource, kwargs: dict[str, Any]) -> Tensor:
+        """Return the result of ``conv.propagate``, [num_targets, ...]; nodes are the first dimension."""
         deferred = next((name for name, value in kwargs.items() if isinstance(value, DeferredCoefficients)), None)
         reduce = None if has_hooks(conv) else reduction(conv)
         if deferred is not None:
@@ -124,16 +121,14 @@ class Propagation:
                 out = self._by_blocks(PropagateCall(conv, call.blocks, call.reduce, kwargs))
         if out is not None:
             return conv.update(out)
-        return _at_once(conv, _general_propagate(conv), conv._user_args, edge_index, edges, kwargs)
+        return self._others.propagate(conv, edge_index, edges, kwargs)
 
-    def edge_updater(
-        self, conv: MessagePassing, edge_index: Tensor, edges: EdgeBlockCache, kwargs: dict[str, Any]
-    ) -> Any:
+    def edge_updater(self, conv: MessagePassing, edge_index: Tensor, edges: BlockSource, kwargs: dict[str, Any]) -> Any:
         """Return the result of ``conv.edge_updater``, [E, ...], or defer it."""
         deferrable = type(conv).forward in _FORWARDS_COEFFICIENTS and conv not in self._returning_weights
         if deferrable and not has_hooks(conv) and reduction(conv) == "sum":
             return DeferredCoefficients(edge_index, kwargs)
-        return _at_once(conv, type(conv).edge_updater, conv._edge_user_args, edge_index, edges, kwargs)
+        return self._others.edge_updater(conv, edge_index, edges, kwargs)
 
     # ------------------------------------------------------------------------ the alternatives
 
@@ -163,7 +158,7 @@ class Propagation:
         return None
 
     def _attend(
-        self, conv: MessagePassing, edge_index: Tensor, edges: EdgeBlockCache, kwargs: dict[str, Any], name: str
+        self, conv: MessagePassing, edge_index: Tensor, edges: BlockSource, kwargs: dict[str, Any], name: str
     ) -> Tensor:
         """Attention whose coefficients, the argument ``name``, were deferred."""
         blocks, deferred = edges(edge_index), kwargs[name]
@@ -175,12 +170,7 @@ class Propagation:
             call = PropagateCall(conv, blocks, "sum", others, (name, deferred.kwargs))
             if is_linear_in_coefficients(call):
                 return conv.update(attend_by_blocks(call, self._schedule))
-        # one exchange for all that both methods read at sources
-        methods = ((conv._edge_user_args, deferred.kwargs), (conv._user_args, others))
-        halo = _halo_of(edges, [tensor for pair in methods for tensor in _source_tensors(*pair)])
-        update_arguments = _with_halo(*methods[0], halo)
-        alpha = _run(conv, type(conv).edge_updater, deferred.edge_index, edges, update_arguments)
-        return _run(conv, _general_propagate(conv), edge_index, edges, {**_with_halo(*methods[1], halo), name: alpha})
+        return self._others.attend(conv, edge_index, edges, others, (name, deferred))
 
     def _fused(
         self, conv: MessagePassing, blocks: EdgeBlocks, kwargs: dict[str, Any], deferred: DeferredCoefficients
@@ -195,128 +185,6 @@ class Propagation:
             return None
         dropout = conv.dropout if conv.training else 0.0
         return attend(blocks, x[0], logits[0], logits[1], conv.negative_slope, dropout, self._schedule)
-
-
-def _check_nodes_first(conv: MessagePassing, kwargs: dict[str, Any]) -> None:
-    at_sources = [_pair(value) for name, value in kwargs.items() if f"{name}_j" in conv._user_args]
-    dims = [tensor.dim() for pair in at_sources for tensor in pair if isinstance(tensor, Tensor)]
-    if any(conv.node_dim % dim for dim in dims if dim):
-        raise ConfigError(
-            f"{type(conv).__name__} was called with features of {max(dims)} dimensions and has "
-            f"node_dim={conv.node_dim}; strategy=sar requires nodes to be the first dimension.",
-            hint="use node_dim=0 and [nodes, ...], or strategy=single.",
-        )
-
-
-def _general_propagate(conv: MessagePassing) -> Any:
-    """Return PyG's ``propagate``; the one generated for a class supports no decomposition and no explanation."""
-    general = conv.decomposed_layers > 1 or conv.explain
-    return MessagePassing.propagate if general else type(conv).propagate
-
-
-# ---------------------------------------------------------------------------- one exchange of the whole halo
-
-
-def _at_once(
-    conv: MessagePassing, method: Any, names: Any, edge_index: Tensor, edges: EdgeBlockCache, kwargs: dict[str, Any]
-) -> Tensor:
-    """Fetch the whole halo of the tensors that a method reads at sources by one exchange, then run PyG's method.
-
-    Args:
-        conv: the convolution.
-        method: ``propagate`` or ``edge_updater`` of its class.
-        names: of the parameters of the per-edge methods, such as ``x_j``.
-        edge_index: of the call.
-        edges: blocks of edges between the same nodes.
-        kwargs: of the call.
-    """
-    halo = _halo_of(edges, _source_tensors(names, kwargs))
-    return _run(conv, method, edge_index, edges, _with_halo(names, kwargs, halo))
-
-
-def _pair(value: Any) -> tuple[Any, Any]:
-    return (value[0], value[1]) if isinstance(value, (tuple, list)) else (value, value)
-
-
-def _source_tensors(names: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that are read at sources."""
-    values = [_pair(value)[0] for name, value in kwargs.items() if f"{name}_j" in names]
-    return [tensor for tensor in values if isinstance(tensor, Tensor)]
-
-
-def _halo_of(edges: EdgeBlockCache, sources: list[Tensor]) -> dict[int, Tensor]:
-    """Return local and halo rows of each tensor, by its identity."""
-    distinct = list({id(tensor): tensor for tensor in sources}.values())
-    fetched = halo_rows([(edges.exchange, tensor) for tensor in distinct]) if distinct else []
-    return {id(tensor): rows for tensor, rows in zip(distinct, fetched, strict=True)}
-
-
-def _with_halo(names: Any, kwargs: dict[str, Any], halo: dict[int, Tensor]) -> dict[str, Any]:
-    """Return the arguments, with halo rows where a method reads at sources."""
-    arguments = dict(kwargs)
-    for name, value in kwargs.items():
-        if f"{name}_j" in names:
-            source, target = _pair(value)
-            rows, at_targets = halo.get(id(source), source), target if f"{name}_i" in names else None
-            arguments[name] = rows if isinstance(value, Tensor) and at_targets is None else (rows, at_targets)
-    return arguments
-
-
-def _run(
-    conv: MessagePassing, method: Any, edge_index: Tensor, edges: EdgeBlockCache, arguments: dict[str, Any]
-) -> Tensor:
-    """Run PyG's method over local and halo rows."""
-    shard = edges.exchange.shard
-    ordered = not _is_order_independent(conv)
-    if ordered:
-        edge_index, arguments = _in_global_order(edge_index, edges, arguments)
-    size = (shard.num_local + shard.num_halo, edges.num_targets)
-    ids = partial(edge_ids, edge_index, edges.exchange.all_ids, edges.targets.all_ids)
-    with resumed_at(current_position(), DropoutRows("edge", edge_index.size(1), ids)):
-        if not ordered:
-            return method(conv, edge_index, size=size, **arguments)
-        with _padded_to_global_degree(conv, edges.exchange.group, edge_index):
-            return method(conv, edge_index, size=size, **arguments)
-
-
-@contextmanager
-def _padded_to_global_degree(conv: MessagePassing, group: Group, edge_index: Tensor) -> Iterator[None]:
-    """Let aggregations that pad nodes to the largest in-degree use the largest one of the whole graph."""
-    degrees = torch.bincount(edge_index[1], minlength=1)
-    largest = int(group.all_reduce(degrees.max().double().view(1), "max"))
-    padding = [layer for layer in conv.aggr_module.modules() if isinstance(layer, Aggregation)]
-    for layer in padding:
-        layer.__dict__["to_dense_batch"] = partial(_to_dense_batch, layer, largest)
-    try:
-        yield
-    finally:
-        for layer in padding:
-            del layer.__dict__["to_dense_batch"]
-
-
-def _to_dense_batch(layer: Aggregation, largest: int, *args: Any, **kwargs: Any) -> Any:
-    bound = inspect.signature(Aggregation.to_dense_batch).bind(layer, *args, **kwargs)
-    if bound.arguments.get("max_num_elements") is None:
-        bound.arguments["max_num_elements"] = largest
-    return Aggregation.to_dense_batch(*bound.args, **bound.kwargs)
-
-
-def _is_order_independent(conv: MessagePassing) -> bool:
-    """Whether the aggregation is the same in any order of edges; a recurrent one is not."""
-    aggregations = [layer for layer in conv.aggr_module.modules() if isinstance(layer, Aggregation)]
-    return all(isinstance(layer, _ORDER_INDEPENDENT) for layer in aggregations)
-
-
-def _in_global_order(
-    edge_index: Tensor, edges: EdgeBlockCache, arguments: dict[str, Any]
-) -> tuple[Tensor, dict[str, Any]]:
-    """Sort edges and tensors of edges by target, then by the source's original id: the order of a single process."""
-    order = torch.argsort(edges.exchange.all_ids[edge_index[0]], stable=True)
-    order = order[torch.argsort(edge_index[1][order], stable=True)]
-    for name, value in arguments.items():
-        if isinstance(value, Tensor) and value.dim() and value.size(0) == edge_index.size(1):
-            arguments[name] = value[order]
-    return edge_index[:, order], arguments
 
 
 class Transforms:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch_geometric.utils import add_remaining_self_loops, scatter
 
+from gtrain.engine.halo import HaloExchange, halo_rows
 from gtrain.strategy.group import Group
-from gtrain_sar.halo import HaloExchange, halo_rows
 
 
 def sharded_gcn_norm(

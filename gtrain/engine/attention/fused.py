@@ -24,10 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import leaky_relu
 
-from gtrain.nn.dropout import Mask
-from gtrain_sar.config import Schedule
-from gtrain_sar.edges import CompressedEdges, EdgeBlocks, compress
-from gtrain_sar.halo import (
+from gtrain.engine.edges import CompressedEdges, EdgeBlocks, compress
+from gtrain.engine.halo import (
     HaloExchange,
     OwnedRows,
     Packet,
@@ -43,7 +41,7 @@ from gtrain_sar.halo import (
     stream,
     uncounted,
 )
-from gtrain_sar.kernels import (
+from gtrain.engine.kernels import (
     AttentionGradients,
     AttentionInputs,
     AttentionState,
@@ -52,6 +50,8 @@ from gtrain_sar.kernels import (
     attention_finish,
     attention_forward,
 )
+from gtrain.engine.schedule import Schedule
+from gtrain.nn.dropout import Mask
 
 # Of a message, which is in memory twice: as it is sent and as it is received.
 MOST_ROWS = 1 << 12
@@ -293,7 +293,7 @@ def attention_blocks(
     state = AttentionState(out, target.new_full(target.shape, float("-inf")), torch.zeros_like(target))
     for r, (block_x, block_source) in chain([first], arriving):
         inputs = AttentionInputs(block_x, block_source, target, slope, dropout)
-        attention_forward(blocks.hashed[r].by_target, inputs, state)
+        attention_forward(blocks.for_dropout(dropout)[r].by_target, inputs, state)
         if r > 0 and at_owners:
             rest.append(_extremes(block_source))
         elif r > 0 and schedule.mode != 1:
@@ -378,9 +378,8 @@ class AttentionBackward:
         self.make_delta(len(self.delta))
         inputs = AttentionInputs(x, source, self.target, self.settings.slope, self.settings.dropout)
         saved = TargetGradients(self.lse, self.delta, self.grad)
-        attention_backward(
-            self.blocks.hashed[r].by_source, inputs, saved, AttentionGradients(dx, dsource, self.dtarget)
-        )
+        edges = self.blocks.for_dropout(self.settings.dropout)[r].by_source
+        attention_backward(edges, inputs, saved, AttentionGradients(dx, dsource, self.dtarget))
 
     def _finish(self, rows: Tensor | None) -> None:
         """Report that the gradients of these local rows, int64, are complete; None: of all."""

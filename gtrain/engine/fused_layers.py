@@ -16,21 +16,21 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch_geometric.nn.conv import GATConv, GraphConv, MessagePassing, SAGEConv
 
+from gtrain.engine.attention.fused import AttentionBackward, AttentionSettings, attention_blocks, row_dots
+from gtrain.engine.constants import Constants
+from gtrain.engine.edges import EdgeBlocks
+from gtrain.engine.halo import incremental
+from gtrain.engine.linear import LinearCall, PackedSums, aggregate
+from gtrain.engine.propagate_call import reduction
+from gtrain.engine.schedule import Schedule
 from gtrain.nn.dropout import Mask
-from gtrain_sar.attention.fused import AttentionBackward, AttentionSettings, attention_blocks, row_dots
-from gtrain_sar.config import Schedule
-from gtrain_sar.constants import Constants
-from gtrain_sar.edges import EdgeBlockCache, EdgeBlocks
-from gtrain_sar.halo import incremental
-from gtrain_sar.linear import LinearCall, PackedSums, aggregate
-from gtrain_sar.propagate_call import reduction
 
 Layers = tuple[Tensor, Tensor | None, Tensor]
 """W_l [out, in], b [out] or None, W_r [out, in]."""
 
 _ROWS = 1 << 12  # gathered at once
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""x [num_local, in], W [H * C, in], attention vectors [1, H, C] of sources and targets, bias [H * C] or None."""
+"""x [num_sources, in], W [H * C, in], attention vectors [1, H, C] of sources and targets, bias [H * C] or None."""
 _HOOKS = tuple(
     f"_{method}_forward_{hooks}"
     for method in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
@@ -58,7 +58,9 @@ class SavedOnce:
         """
         tensor, self._tensor = self._tensor, None
         if tensor is None:
-            raise RuntimeError("strategy=sar frees a layer's result in the backward pass, which cannot run twice.")
+            raise RuntimeError(
+                "the backward pass has freed a layer's result, so it cannot run twice; the strategy's setting layers=plain keeps it."
+            )
         if self._version is not None and tensor._version != self._version:
             raise RuntimeError("a layer's result, needed for its gradient, was modified by an inplace operation.")
         return tensor
@@ -77,8 +79,8 @@ def sage_layer(
     """Return the layer's result, [num_targets, out].
 
     Args:
-        blocks: edges among the nodes of ``x``.
-        x: the rank's rows, [num_local, in].
+        blocks: edges among the nodes of ``x``; targets are the first of them.
+        x: the rank's rows, [num_sources, in].
         edge_index: the edges of ``blocks``.
         weight: [E], without a gradient; None: 1.
         mean: whether ``agg`` is the mean, else the sum.
@@ -124,7 +126,7 @@ class _TransformThenSum(torch.autograd.Function):
         ctx.packed = PackedSums([LinearCall(blocks, sent, weight, scale=scale)], schedule, needed)
         ctx.packed.post(incremental(partial(_multiply, rows, left, sent)))
         del sent  # finish() frees it
-        out = rows @ right.t()
+        out = rows[: blocks.num_targets] @ right.t()
         ctx.packed.add_local_block([out])
         ctx.packed.finish([out])
         ctx.save_for_backward(x, left, right)
@@ -147,10 +149,14 @@ class _TransformThenSum(torch.autograd.Function):
                 dx = dsent if left.size(0) == left.size(1) else torch.empty_like(x)
             first = 0
             for until in packed.receive_by_rows():
-                part = slice(first, until)
-                dleft.addmm_(dsent[part].t(), x[part])
-                if dx is not None:
-                    dx[part] = (gradient[part] @ right).addmm_(dsent[part], left)
+                for low in range(first, until, _ROWS):
+                    part = slice(low, min(low + _ROWS, until))
+                    dleft.addmm_(dsent[part].t(), x[part])
+                    if dx is not None:
+                        total = dsent[part] @ left
+                        roots = gradient[part]  # fewer rows, or none, where sources are no targets
+                        total[: len(roots)].addmm_(roots, right)
+                        dx[part] = total
                 first = until
             packed.take_gradients()
         return None, None, None, dx, dleft if ctx.needs_input_grad[4] else None, dbias, dright
@@ -159,7 +165,7 @@ class _TransformThenSum(torch.autograd.Function):
 def _root_gradients(ctx: Any, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of W_r and b, which need no message: they are computed while messages are in flight."""
     return (
-        gradient.t() @ x if ctx.needs_input_grad[6] else None,
+        gradient.t() @ x[: len(gradient)] if ctx.needs_input_grad[6] else None,
         gradient.sum(0) if ctx.needs_input_grad[5] else None,
     )
 
@@ -187,7 +193,7 @@ class _SumThenTransform(torch.autograd.Function):
         if aggregated is None:
             ctx.packed = PackedSums([call], schedule, ctx.needs_input_grad[3])
             (aggregated,) = ctx.packed.start()
-        out = x.detach() @ right.t()
+        out = x.detach()[: call.blocks.num_targets] @ right.t()
         if ctx.packed is not None:
             ctx.packed.finish([aggregated])
         ctx.aggregated = SavedOnce(aggregated)
@@ -213,7 +219,8 @@ class _SumThenTransform(torch.autograd.Function):
             packed.send([dsums])
         dright, dbias = _root_gradients(ctx, gradient, x)
         if packed is not None and dsums is not None:
-            dx = packed.gradient(0).addmm_(gradient, right)
+            dx = packed.gradient(0)
+            dx[: len(gradient)].addmm_(gradient, right)
             packed.add_local_gradients([dsums])
             packed.receive()
             packed.take_gradients()
@@ -224,7 +231,7 @@ def gat_layer(blocks: EdgeBlocks, tensors: Tensors, slope: float, dropout: float
     """Return the layer's result, heads side by side, [num_targets, H * C].
 
     Args:
-        blocks: edges among the nodes of x.
+        blocks: edges among the nodes of x; targets are the first of them.
         tensors: input and parameters of the layer.
         slope: of leaky_relu below zero.
         dropout: probability that a coefficient is dropped.
@@ -255,6 +262,7 @@ class _Layer(torch.autograd.Function):
             source[low:high], target[low:high] = (part @ vectors).split(heads, 1)
 
         produce, trains = incremental(transform), any(ctx.needs_input_grad[1:5])
+        target = target[: settings.blocks.num_targets]
         out, lse, *rest = attention_blocks(settings, rows, source, target, trains=trains, produce=produce)
         out = out.view(-1, heads * channels)
         if bias is not None:
@@ -346,7 +354,10 @@ class DenseGradients:
             self.dx = drows if drows.size(1) == self._x.size(1) else torch.empty_like(self._x)
         for part in _parts(rows, len(drows)):
             x, of_part = _take(self._x, part), _take(drows, part)
-            dlogits = torch.cat([_take(attention.dsource, part), _take(attention.dtarget, part)], 1)
+            dsource, dtarget = _take(attention.dsource, part), _take(attention.dtarget, part)
+            if len(dtarget) < len(dsource):  # sources that are no targets
+                dtarget = nn.functional.pad(dtarget, (0, 0, 0, len(dsource) - len(dtarget)))
+            dlogits = torch.cat([dsource, dtarget], 1)
             self._dweight.addmm_(of_part.t(), x)
             self._logits_x.addmm_(dlogits.t(), x)
             if self.dx is not None:
@@ -378,11 +389,13 @@ class FusedLayers:
     Args:
         schedule: when blocks are fetched.
         constants: inputs that never change.
-        edges: returns the blocks of the running convolution.
+        blocks: returns the blocks of edges for ``edge_index``, the number of sources and the number of targets.
     """
 
-    def __init__(self, schedule: Schedule, constants: Constants, edges: Callable[[], EdgeBlockCache]) -> None:
-        self._schedule, self._constants, self._edges = schedule, constants, edges
+    def __init__(
+        self, schedule: Schedule, constants: Constants, blocks: Callable[[Tensor, int, int], EdgeBlocks]
+    ) -> None:
+        self._schedule, self._constants, self._blocks = schedule, constants, blocks
 
     def forward_of(self, conv: MessagePassing) -> Callable[..., Any] | None:
         """Return the replacement of ``conv.forward``; None if its class is not known."""
@@ -395,16 +408,22 @@ class FusedLayers:
         arguments = inspect.signature(original).bind(conv, *args, **kwargs).arguments
         x, edge_index = arguments.pop("x"), arguments.pop("edge_index")
         del arguments["self"]
-        common = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point() and x.layout == torch.strided
-        if common and type(edge_index) is Tensor and not has_hooks(conv):
+        nodes = _sources_and_targets(x)
+        if nodes is not None and type(edge_index) is Tensor and not has_hooks(conv):
             options = {name: value for name, value in arguments.items() if value is not None}
-            out = layer(conv, x, edge_index, **options)
+            out = layer(conv, *nodes, edge_index, **options)
             if out is not None:
                 return out
         return original(conv, *args, **kwargs)
 
     def _sage(
-        self, conv: MessagePassing, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None, **options: Any
+        self,
+        conv: MessagePassing,
+        x: Tensor,
+        num_targets: int,
+        edge_index: Tensor,
+        edge_weight: Tensor | None = None,
+        **options: Any,
     ) -> Tensor | None:
         names = _SAGE[type(conv)]
         left = plain_linear(conv, names[0])
@@ -415,29 +434,45 @@ class FusedLayers:
             return None
         if getattr(conv, "project", False):
             return None
-        blocks = self._edges()(edge_index)
+        blocks = self._blocks(edge_index, len(x), num_targets)
         layers = (left.weight, left.bias, root.weight)
         out = sage_layer(blocks, x, edge_index, edge_weight, reduce == "mean", layers, self._schedule, self._constants)
         return nn.functional.normalize(out, p=2.0, dim=-1) if getattr(conv, "normalize", False) else out
 
-    def _gat(self, conv: Any, x: Tensor, edge_index: Tensor, **options: Any) -> Tensor | None:
+    def _gat(self, conv: Any, x: Tensor, num_targets: int, edge_index: Tensor, **options: Any) -> Tensor | None:
         lin = plain_linear(conv, "lin")
         if lin is None or lin.bias is not None or reduction(conv) != "sum" or options:
             return None
-        residual = None if conv.res is None else conv.res(x)
+        residual = None if conv.res is None else conv.res(x[:num_targets])
         if conv.add_self_loops:
             # Looked up in PyG's module, where a Patcher may have replaced them.
             functions = inspect.getmodule(GATConv).__dict__
             edge_index, _ = functions["remove_self_loops"](edge_index, None)
-            edge_index, _ = functions["add_self_loops"](edge_index, None, fill_value=conv.fill_value, num_nodes=len(x))
+            edge_index, _ = functions["add_self_loops"](
+                edge_index, None, fill_value=conv.fill_value, num_nodes=num_targets
+            )
         dropout = conv.dropout if conv.training else 0.0
         fused_bias = conv.bias if conv.concat and residual is None else None
         tensors = (x, lin.weight, conv.att_src, conv.att_dst, fused_bias)
-        out = gat_layer(self._edges()(edge_index), tensors, conv.negative_slope, dropout, self._schedule)
+        blocks = self._blocks(edge_index, len(x), num_targets)
+        out = gat_layer(blocks, tensors, conv.negative_slope, dropout, self._schedule)
         if not conv.concat:
             out = out.view(len(out), conv.heads, -1).mean(1)
         out = out if residual is None else out + residual
         return out if fused_bias is not None or conv.bias is None else out + conv.bias
+
+
+def _sources_and_targets(x: Any) -> tuple[Tensor, int] | None:
+    """Return the sources' rows and the number of targets, the first of them; None for any other input of a layer."""
+    targets = x
+    if isinstance(x, tuple) and len(x) == 2:
+        x, targets = x
+    if not isinstance(x, Tensor) or not isinstance(targets, Tensor) or x.dim() != 2 or targets.dim() != 2:
+        return None
+    if not x.is_floating_point() or x.layout != torch.strided or targets.layout != torch.strided:
+        return None
+    first = targets is x or (targets.data_ptr(), targets.stride()) == (x.data_ptr(), x.stride())
+    return (x, len(targets)) if first and targets.size(1) == x.size(1) else None
 
 
 def has_hooks(conv: MessagePassing) -> bool:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gtrain.engine.halo import HaloExchange
 from gtrain.errors import ConfigError
-from gtrain.nn.dropout import edge_ids
-from gtrain_sar.halo import HaloExchange
+from gtrain.kernels import ordering
+from gtrain.nn.dropout import Mask, edge_ids
 
 
 class CompressedEdges(NamedTuple):
@@ -139,6 +140,11 @@ class EdgeBlocks:
         with torch.inference_mode(False):
             return self.derived(dtype, lambda: 1 / self.in_degree.clamp(min=1).to(dtype))
 
+    def for_dropout(self, mask: Mask) -> list[EdgeBlock]:
+        """Return the blocks whose ids a mask of dropout is computed from."""
+        # Once they exist, they serve calls without dropout as well: two orders of the same edges would take memory.
+        return self.hashed if mask.p > 0 or "hashed" in self.__dict__ else self.blocks
+
     @cached_property
     def hashed(self) -> list[EdgeBlock]:
         """The same blocks with a hash of its ends as the id of each edge, from which dropout masks are computed."""
@@ -147,6 +153,23 @@ class EdgeBlocks:
             block.select(slice(None), edge_ids(torch.stack([block.sources + start, block.targets]), *ids))
             for start, block in zip(starts, self.blocks, strict=False)
         ]
+
+
+class BlockSource(Protocol):
+    """Gives a convolution's edges by blocks.
+
+    Attributes:
+        exchange: of the sources.
+        num_targets: nodes that edges point at.
+    """
+
+    num_targets: int
+
+    @property
+    def exchange(self) -> HaloExchange: ...
+
+    def __call__(self, edge_index: Tensor) -> EdgeBlocks:
+        """Return the blocks of ``edge_index`` [2, E]."""
 
 
 class EdgeBlockCache:
@@ -159,13 +182,18 @@ class EdgeBlockCache:
     """
 
     def __init__(self, exchange: HaloExchange, num_targets: int, targets: HaloExchange | None = None) -> None:
-        self.exchange, self.num_targets, self.targets = exchange, num_targets, targets or exchange
+        self._exchange, self.num_targets, self.targets = exchange, num_targets, targets or exchange
         self._blocks: Any = WeakIdKeyDictionary()
+
+    @property
+    def exchange(self) -> HaloExchange:
+        """The halo of the sources."""
+        return self._exchange
 
     def __call__(self, edge_index: Tensor) -> EdgeBlocks:
         """Return the blocks of ``edge_index`` [2, E], in local ids; convolutions may have added or removed edges."""
         if edge_index not in self._blocks:
-            self._blocks[edge_index] = sort_edges(edge_index, self.exchange, self.num_targets, self.targets)
+            self._blocks[edge_index] = sort_edges(edge_index, self._exchange, self.num_targets, self.targets)
         return self._blocks[edge_index]
 
 
@@ -196,8 +224,16 @@ def sort_edges(
 
 
 def compress(rows: Tensor, columns: Tensor, edges: Tensor | None, num_rows: int) -> CompressedEdges:
-    """Group edges by row, in their order within a row; without ``edges``, the result's ``edges`` are its columns."""
-    # Stores are sorted by target, so this order usually needs no sort.
+    """Group edges by row, in their order within a row; without ``edges``, the result's ``edges`` are its columns.
+
+    Args:
+        rows: int32 or int64 ``[E]``, 0 .. num_rows-1, in any order.
+        columns: int32 or int64 ``[E]``.
+        edges: int32 ``[E]`` or None.
+        num_rows: number of rows.
+    """
+    if rows.device.type == "cpu":
+        return _compress_compiled(rows, columns, edges, num_rows)
     if rows.numel() > 1 and not bool((rows[1:] >= rows[:-1]).all()):
         rows, order = rows.sort(stable=True)
         columns, edges = columns[order], None if edges is None else edges[order]
@@ -206,3 +242,24 @@ def compress(rows: Tensor, columns: Tensor, edges: Tensor | None, num_rows: int)
     ptr = torch.cat([counts.new_zeros(1), counts[present].cumsum(0)])
     columns = columns.to(torch.int32)
     return CompressedEdges(present, ptr, columns, columns if edges is None else edges.to(torch.int32))
+
+
+def _compress_compiled(rows: Tensor, columns: Tensor, edges: Tensor | None, num_rows: int) -> CompressedEdges:
+    """Counting sort: one pass counts the edges of each row, another puts each edge in its position."""
+    counts = torch.zeros(num_rows + 1, dtype=torch.int64)
+    ascending, present = ordering.count(rows.numpy(), counts.numpy())
+    used, ptr = torch.empty(present, dtype=torch.int64), torch.empty(present + 1, dtype=torch.int64)
+    ordering.lay_out(counts.numpy(), used.numpy(), ptr.numpy())
+    columns = columns.to(torch.int32)
+    if ascending:
+        # Stores and samplers sort edges by target, so that this order usually moves nothing.
+        return CompressedEdges(used, ptr, columns, columns if edges is None else edges.to(torch.int32))
+    moved = torch.empty_like(columns)
+    if edges is None:
+        ordering.order(rows.numpy(), columns.numpy(), counts.numpy(), moved.numpy())
+        return CompressedEdges(used, ptr, moved, moved)
+    moved_edges = torch.empty(len(columns), dtype=torch.int32)
+    ordering.order_both(
+        rows.numpy(), columns.numpy(), edges.to(torch.int32).numpy(), counts.numpy(), moved.numpy(), moved_edges.numpy()
+    )
+    return CompressedEdges(used, ptr, moved, moved_edges)

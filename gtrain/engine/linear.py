@@ -16,10 +16,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gtrain_sar.config import Schedule
-from gtrain_sar.edges import CompressedEdges, EdgeBlocks
-from gtrain_sar.halo import OwnedRows, PendingExchange, RowProducer, add_rows, count_needed, incremental, push, stream
-from gtrain_sar.kernels import sddmm, spmm
+from gtrain.engine.edges import CompressedEdges, EdgeBlocks
+from gtrain.engine.halo import (
+    OwnedRows,
+    PendingExchange,
+    RowProducer,
+    add_rows,
+    count_needed,
+    incremental,
+    push,
+    stream,
+)
+from gtrain.engine.kernels import sddmm, spmm
+from gtrain.engine.schedule import Schedule
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gtrain_sar.config import Schedule
+from gtrain.engine.schedule import Schedule
 
 _SMALL_ROW = 16  # bytes: halo rows of numbers such as ids are cached in every mode
 

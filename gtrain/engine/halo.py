@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gtrain.engine.constants import Constants
 from gtrain.graph.shard.nodes import ShardNodes
 from gtrain.strategy.group import Group, Transfer
 from gtrain.strategy.row_exchange import request_rows
-from gtrain_sar.constants import Constants
 
 PIECE_BYTES = 8 << 20
 """Largest size of a piece."""
