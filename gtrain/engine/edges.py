@@ -210,7 +210,7 @@ def sort_edges(
     if edge_index.numel() and (int(source.max()) >= starts[-1] or int(target.max()) >= num_targets):
         raise ConfigError(
             "a convolution was called with edges that point at nodes of other parts (reversed edges, perhaps); "
-            "strategy=sar has only the edges that point at a part's nodes.",
+            "a rank has only the edges that point at its part's nodes.",
             hint="add the reverse edges to the data, or set strategy=single.",
         )
     # an empty block repeats a boundary; right=True skips it

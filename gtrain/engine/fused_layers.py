@@ -59,7 +59,8 @@ class SavedOnce:
         tensor, self._tensor = self._tensor, None
         if tensor is None:
             raise RuntimeError(
-                "the backward pass has freed a layer's result, so it cannot run twice; the strategy's setting layers=plain keeps it."
+                "the backward pass has freed a layer's result, so it cannot run twice; the strategy's setting "
+                "layers=plain keeps it."
             )
         if self._version is not None and tensor._version != self._version:
             raise RuntimeError("a layer's result, needed for its gradient, was modified by an inplace operation.")
@@ -262,15 +263,15 @@ class _Layer(torch.autograd.Function):
             source[low:high], target[low:high] = (part @ vectors).split(heads, 1)
 
         produce, trains = incremental(transform), any(ctx.needs_input_grad[1:5])
-        target = target[: settings.blocks.num_targets]
-        out, lse, *rest = attention_blocks(settings, rows, source, target, trains=trains, produce=produce)
+        targets = target[: settings.blocks.num_targets]
+        out, lse, *rest = attention_blocks(settings, rows, source, targets, trains=trains, produce=produce)
         out = out.view(-1, heads * channels)
         if bias is not None:
             out.add_(bias)
         ctx.settings = settings
         ctx.kept = [] if settings.schedule.mode == 1 else [rows]
         ctx.out = SavedOnce(out)
-        ctx.save_for_backward(x, weight, att_source, att_target, bias, source, target, lse, *rest)
+        ctx.save_for_backward(x, weight, att_source, att_target, bias, source, targets, lse, *rest)
         return out
 
     @staticmethod
@@ -399,6 +400,8 @@ class FusedLayers:
 
     def forward_of(self, conv: MessagePassing) -> Callable[..., Any] | None:
         """Return the replacement of ``conv.forward``; None if its class is not known."""
+        if not self._schedule.compiled:
+            return None
         if type(conv) in _SAGE:
             return partial(self._forward, conv, self._sage)
         return partial(self._forward, conv, self._gat) if type(conv) is GATConv else None

@@ -114,7 +114,7 @@ class Propagation:
         out = call = None
         if reduce is not None and conv not in self._returning_weights:
             call = PropagateCall(conv, edges(edge_index), reduce, kwargs)
-            out = self._linear(conv, call, edge_index)
+            out = self._linear(conv, call, edge_index) if self._schedule.compiled else None
         if out is None:
             kwargs = {name: self.transforms.settle(value) for name, value in kwargs.items()}
             if call is not None:
@@ -146,7 +146,7 @@ class Propagation:
 
     def _by_blocks(self, call: PropagateCall) -> Tensor | None:
         """Block by block; None where the mode or the convolution does not allow it."""
-        rows = source_rows(call) if call.reduce in ("max", "min") else None
+        rows = source_rows(call) if call.reduce in ("max", "min") and self._schedule.compiled else None
         if rows is not None:
             return extreme(call.blocks, rows, call.reduce == "max", self._schedule)
         if self._schedule.mode == 3 or normalises_messages(call):
@@ -179,9 +179,9 @@ class Propagation:
         cls = type(conv)
         plain = cls.edge_update is GATConv.edge_update and cls.message is GATConv.message
         logits, x = deferred.kwargs.get("alpha"), kwargs.get("x")
-        if not plain or deferred.kwargs.get("edge_attr") is not None or not isinstance(x, tuple):
+        if not plain or not self._schedule.compiled or deferred.kwargs.get("edge_attr") is not None:
             return None
-        if not isinstance(logits, tuple) or logits[0] is None or logits[1] is None:
+        if not isinstance(x, tuple) or not isinstance(logits, tuple) or logits[0] is None or logits[1] is None:
             return None
         dropout = conv.dropout if conv.training else 0.0
         return attend(blocks, x[0], logits[0], logits[1], conv.negative_slope, dropout, self._schedule)

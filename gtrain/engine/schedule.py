@@ -15,11 +15,13 @@ class Schedule:
         prefetch: remote blocks in flight beside the one being computed, in mode 1.
         cache_inputs: which results of inputs that never change are cached: ``auto`` (aggregates), ``true`` (their halo
             rows as well) or ``false``.
+        compiled: whether known convolutions run by kernels; otherwise all run by PyG's methods.
     """
 
     mode: int = 1
     prefetch: int = 1
     cache_inputs: str = "auto"
+    compiled: bool = True
 
     @property
     def window(self) -> int | None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.nn import GINConv, SAGEConv
+from torch_geometric.nn import GATConv, GINConv, GraphConv, SAGEConv
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.utils import trim_to_layer
@@ -37,7 +37,7 @@ PER_HOP = ("num_sampled_nodes_per_hop", "num_sampled_edges_per_hop")
 PER_HOP_BY_TYPE = ("num_sampled_nodes_dict", "num_sampled_edges_dict")
 """The arguments of networks over ``x_dict``, named as in PyG's examples."""
 
-_BIPARTITE = (SAGEConv, GINConv)
+_BIPARTITE = (SAGEConv, GINConv, GraphConv, GATConv)
 _KNOWN = ("x", "edge_index", "edge_weight", "edge_attr", "edge_type")
 _BY_TYPE = {f"{name}_dict": name for name in _KNOWN}
 _HOPS = (*PER_HOP, *PER_HOP_BY_TYPE)

@@ -155,8 +155,14 @@ class Conformance:
 
     @classmethod
     def single(cls, *overrides: str, data: Overrides | None = None) -> dict[str, Any]:
-        """Train the same workload with ``strategy=single`` and return the summary."""
-        arguments = ("strategy=single", *(data or cls.workload.data), *cls.workload.model, *_SETTINGS)
+        """Train the same workload with ``strategy=single``, whose layers run as PyG wrote them; return the summary."""
+        arguments = (
+            "strategy=single",
+            "strategy.layers=plain",
+            *(data or cls.workload.data),
+            *cls.workload.model,
+            *_SETTINGS,
+        )
         return _reference(cls.command, (*arguments, *overrides), cls.timeout)
 
     @classmethod

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gtrain.config import StrategyConfig
+from gtrain.config import LAYERS, StrategyConfig
 from gtrain.errors import ConfigError
 from gtrain.settings import setting
 
@@ -87,6 +87,7 @@ class PsConfig(StrategyConfig):
     export: str | None = setting(
         None, "folder to write the tables to after training, `<table>.npy` in the order of ids; null: none"
     )
+    layers: str = setting("auto", "how convolutions of PyG run", words=LAYERS)
 
     @property
     def restarts(self) -> int:

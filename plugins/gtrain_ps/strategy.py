@@ -17,6 +17,7 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.backends import Serves
 from gtrain.data.batches.loader import SeedLoader, graph_batch, hetero_batch
 from gtrain.data.module import GraphDataModule
+from gtrain.engine.local import LocalEngine
 from gtrain.errors import CheckpointError, ConfigError
 from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.shard.whole import load_whole_hetero
@@ -57,6 +58,7 @@ class PsStrategy(RestartingStrategy):
         self.served_tables: dict[str, ServerTableStorage] = {}
         self._deferred: set[str] = set()  # tables that never have all their rows in a worker
         self._weight = (1.0, 1.0)
+        self._engine = LocalEngine(constant=True)
         self._local: list[Parameter] | None = None
         self._batches: WorkerBatches | None = None
 
@@ -72,9 +74,13 @@ class PsStrategy(RestartingStrategy):
             ids = ("orig_id",) if predicts or self.dropout == "exact" else ()
             return RowSource(RowTable(store, self.dtype), ("y", *ids))
         whole = load_whole_hetero(store) if store.is_hetero else load_whole(store)
+        batch: Data | HeteroData
         if isinstance(whole, GraphShard):
-            return WholeGraph(graph_batch(whole, self.dtype))
-        return WholeGraph(hetero_batch(whole, store, self.dtype))
+            batch = graph_batch(whole, self.dtype)
+        else:
+            batch = hetero_batch(whole, store, self.dtype)
+        self._engine.add_constants(value for stored in batch.stores for value in stored.values())
+        return WholeGraph(batch)
 
     def batches(self, shard: BatchSource, loader: SeedLoader) -> Iterable[Data | HeteroData]:
         worker = self.global_rank, self.world_size
@@ -160,6 +166,8 @@ class PsStrategy(RestartingStrategy):
 
     def install(self, module: Module) -> None:
         """Move the module's tables to the servers; tables that are there already keep their rows."""
+        if self.settings.layers == "auto":
+            self._engine.install(module)
         settings, servers = self.settings, self._connected()
         wire = self.dtype if settings.wire_dtype == "float32" else DTYPES[settings.wire_dtype]
         for name, layer in tables(module):
@@ -187,7 +195,11 @@ class PsStrategy(RestartingStrategy):
         """The parameters that represent the tables in the module."""
         return {name: table.anchor for name, table in self.served_tables.items()}
 
+    def follows_messages(self, conv: Module) -> bool:
+        return not self._engine.runs(conv)
+
     def uninstall(self, module: Module) -> None:
+        self._engine.uninstall()
         for name, layer in tables(module):
             if name not in self.served_tables or layer.storage is not self.served_tables[name]:
                 continue

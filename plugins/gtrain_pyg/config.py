@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gtrain.config import StrategyConfig
+from gtrain.config import LAYERS, StrategyConfig
 from gtrain.settings import setting
 
 
@@ -82,6 +82,7 @@ class PygConfig(StrategyConfig):
     )
     trim: bool = setting(True, "skip in each layer the nodes and edges that the seeds' scores no longer depend on")
     request_seconds: float = setting(300.0, "time limit of one request to another rank", above=0, unit="seconds")
+    layers: str = setting("auto", "how convolutions of PyG run", words=LAYERS)
 
     @property
     def hops(self) -> int | None:

@@ -14,6 +14,7 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.backends import Serves
 from gtrain.data.batches.loader import SeedLoader, target_edge_type, target_type
 from gtrain.data.batches.sampling import Sampling, check_hops, seed_time
+from gtrain.engine.local import LocalEngine
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
 from gtrain.nn.depth import HopMeter, hop_bounds
@@ -114,7 +115,7 @@ class PygStrategy(GraphStrategy):
         super().__init__(*values, **settings)
         self.pool = BufferPool()
         self._opened: Shard | None = None
-        self._norm, self._sampling = SampledGcnNorm(), Sampling()
+        self._norm, self._sampling, self._engine = SampledGcnNorm(), Sampling(), LocalEngine()
         self._unchecked_hops: SamplingOptions | None = None  # of training, until the first step has checked its hops
 
     def open_shard(self, store: Store) -> Shard:
@@ -184,9 +185,15 @@ class PygStrategy(GraphStrategy):
     def install(self, module: Module) -> None:
         if SampledGcnNorm.applies_to(module):
             self._norm.install(module)
+        if self.settings.layers == "auto":
+            self._engine.install(module)
 
     def uninstall(self, module: Module) -> None:
+        self._engine.uninstall()
         self._norm.uninstall()
+
+    def follows_messages(self, conv: Module) -> bool:
+        return not self._engine.runs(conv)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         moved = super().batch_to_device(batch, device, dataloader_idx)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gtrain.config import StrategyConfig
+from gtrain.config import LAYERS, StrategyConfig
 from gtrain.errors import ConfigError
 from gtrain.settings import choices, setting
 
@@ -38,6 +38,12 @@ class SarConfig(StrategyConfig):
         "float32",
         "dtype in which rows and their gradients travel",
         words={"float32": "exact", "bfloat16": "half the bytes, not exact"},
+    )
+
+    layers: str = setting(
+        "auto",
+        "how convolutions of PyG run over a rank's edges",
+        words={**LAYERS, "plain": "all by PyG's own methods, block by block or after one exchange"},
     )
 
     def __post_init__(self) -> None:

@@ -77,13 +77,14 @@ class Patcher:
             hook = conv.register_forward_pre_hook(self._note_weights, with_kwargs=True)
             self.patches.undo_with(hook.remove)
         propagate: Callable[..., Tensor] = partial(self.propagate, conv)
-        if type(conv).forward is RGCNConv.forward:
+        if type(conv).forward is RGCNConv.forward and self.schedule.compiled:
             relational = RelationalConv(conv, lambda _: self.edges(), self.schedule, propagate)
             self.patches.undo_with(*relational.watch())
             propagate = relational.propagate
         self.patches.add(conv, "propagate", propagate)
         self.patches.add(conv, "edge_updater", partial(self.edge_updater, conv))
-        self.propagation.transforms.install(conv)
+        if self.schedule.compiled:
+            self.propagation.transforms.install(conv)
         fused = None if self.typed or "forward" in conv.__dict__ else self._fused_layers.forward_of(conv)
         if fused is not None:
             self.patches.add(conv, "forward", fused)

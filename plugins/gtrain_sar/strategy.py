@@ -153,7 +153,7 @@ class SarStrategy(GraphStrategy):
 
 def schedule_of(settings: config.SarConfig) -> Schedule:
     """Return the settings that the layer engine reads."""
-    return Schedule(settings.mode, settings.prefetch, as_typed(settings.cache_inputs))
+    return Schedule(settings.mode, settings.prefetch, as_typed(settings.cache_inputs), settings.layers == "auto")
 
 
 def check_parts_agree(group: Group, shard: GraphShard | HeteroShard) -> None:

@@ -45,7 +45,7 @@ def worst(expected: dict[str, Any], found: dict[str, Any], name: str = "train/lo
 )
 def test_every_mode_and_number_of_ranks_on_a_planted_graph(sweep: Runner, model: str) -> None:
     arguments = [*SMALL, *MODELS[model], *EXACT]
-    (single,) = sweep("strategy=single", *arguments, name="single")
+    (single,) = sweep("strategy=single", "strategy.layers=plain", *arguments, name="single")
     sharded = sweep("strategy=sar", "mode=1,2,3", "trainer.num_nodes=3", *arguments, name="sar")
     ranks = "4" if model == "gat" else "2"
     at_random = [f"trainer.num_nodes={ranks}", "data.partitioner=random"]
@@ -62,7 +62,7 @@ def test_every_mode_and_number_of_ranks_on_a_planted_graph(sweep: Runner, model:
 def test_cora(sweep: Runner, real_data: Callable[[str], Path], model: str) -> None:
     """A real graph's degrees; ten epochs are held above."""
     data = ["data=planetoid", "data.name=Cora", f"data.root={real_data('planetoid')}", "trainer.max_epochs=4"]
-    (single,) = sweep("strategy=single", *data, *MODELS[model], *EXACT, name="single")
+    (single,) = sweep("strategy=single", "strategy.layers=plain", *data, *MODELS[model], *EXACT, name="single")
     for run in sweep("strategy=sar", "mode=1,2", "trainer.num_nodes=3", *data, *MODELS[model], *EXACT, name="sar"):
         assert worst(single, run) < 1e-10
 
@@ -75,7 +75,7 @@ def test_photo_in_single_precision(
     """Ten epochs are held above; these take longer."""
     data = ["data=amazon", "data.name=Photo", f"data.root={real_data('amazon')}", "data.partitioner=random"]
     arguments = [*data, *MODELS[model], "model.dropout=0", "trainer.max_epochs=4"]
-    (single,) = sweep("strategy=single", *arguments, name="single")
+    (single,) = sweep("strategy=single", "strategy.layers=plain", *arguments, name="single")
     for run in sweep("strategy=sar", "mode=1", "trainer.num_nodes=2", *arguments, name="sar"):
         assert worst(single, run) < tolerance
 
@@ -104,11 +104,13 @@ def test_batch_norm_class_weights_clipping_and_prefetch(sweep: Runner) -> None:
         "model.optimizer.lr=0.1",
         "trainer.gradient_clip_val=0.5",
     ]
-    (single,) = sweep("strategy=single", *arguments, name="single")
+    (single,) = sweep("strategy=single", "strategy.layers=plain", *arguments, name="single")
     for run in sweep("mode=1,2", "strategy.prefetch=0,3", "trainer.num_nodes=3", *arguments, name="sar"):
         for name in ("train/loss", "val/loss"):
             assert worst(single, run, name) < 1e-10
-    (balanced,) = sweep("strategy=single", *arguments, "model.class_weights=balanced", name="balanced")
+    (balanced,) = sweep(
+        "strategy=single", "strategy.layers=plain", *arguments, "model.class_weights=balanced", name="balanced"
+    )
     assert worst(single, balanced) > 1e-3
 
 
@@ -128,7 +130,7 @@ def test_a_rank_without_training_nodes_and_a_rank_without_halo(sweep: Runner, tm
         *EXACT,
     ]
     parts = ["data.partitioner=file", f"data.partition_path={tmp_path / 'parts.txt'}"]
-    (single,) = sweep("strategy=single", *arguments, name="single")
+    (single,) = sweep("strategy=single", "strategy.layers=plain", *arguments, name="single")
     for run in sweep("mode=1,2,3", "trainer.num_nodes=2", *parts, *arguments, name="sar"):
         assert run["store"]["halo"] == [0, 0]
         assert worst(single, run) < 1e-10
@@ -142,6 +144,6 @@ def test_relations_over_ids(sweep: Runner, tmp_path: Path) -> None:
     (tmp_path / "edges.tsv").write_text("\n".join(lines) + "\n")
     (tmp_path / "labels.txt").write_text("\n".join(str(node % 3) for node in range(60)) + "\n")
     data = ["data=edges", f"data.path={tmp_path}/edges.tsv", f"data.labels={tmp_path}/labels.txt", "data.relation=2"]
-    (single,) = sweep("strategy=single", *data, "model=rgcn", *EXACT, name="single")
+    (single,) = sweep("strategy=single", "strategy.layers=plain", *data, "model=rgcn", *EXACT, name="single")
     for run in sweep("strategy=sar", "mode=1,3", "trainer.num_nodes=2", *data, "model=rgcn", *EXACT, name="sar"):
         assert worst(single, run) < 1e-10

@@ -58,7 +58,7 @@ def check_equal(expected: dict[str, Any], found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", SOME_SLOW)
 def test_sar_is_exact(sweep: Runner, case: str) -> None:
-    (single,) = sweep("strategy=single", *CASES[case], name="single")
+    (single,) = sweep("strategy=single", "strategy.layers=plain", *CASES[case], name="single")
     assert 0 < single["metrics"]["test/mrr"] < 1
     modes = "mode=1,2,3" if case == "features" else "mode=1"
     ranks = "trainer.num_nodes=3" if case == "features" else "trainer.num_nodes=2,4"
@@ -82,7 +82,7 @@ def test_ranks_without_edges_take_part(sweep: Runner, tmp_path: Path) -> None:
     (tmp_path / "parts.txt").write_text("".join(f"{node // 10}\n" for node in range(30)))
     arguments = ["model=link_gcn", "data=edges", f"data.path={tmp_path / 'edges.tsv'}", "data.columns=[0,1]"]
     parts = ["data.partitioner=file", f"data.partition_path={tmp_path / 'parts.txt'}", "data.num_parts=3"]
-    (single,) = sweep("strategy=single", *arguments, name="single")
+    (single,) = sweep("strategy=single", "strategy.layers=plain", *arguments, name="single")
     (sar,) = sweep("strategy=sar", "trainer.num_nodes=3", *arguments, *parts, name="sar")
     check_equal(single, sar)
 
@@ -90,7 +90,7 @@ def test_ranks_without_edges_take_part(sweep: Runner, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", SOME_SLOW)
 def test_pyg_over_all_neighbours_is_exact(sweep: Runner, case: str) -> None:
     arguments = [*CASES[case], "data.batch_size=200"]
-    (single,) = sweep("strategy=single", *arguments, name="single")
+    (single,) = sweep("strategy=single", "strategy.layers=plain", *arguments, name="single")
     every = ["strategy=pyg", "data.num_neighbors=[-1,-1]", "strategy.seeds=global"]
     ways = ["strategy.transport=shm,tcp"] if case == "features" else ["strategy.transport=tcp"]
     for run in sweep(*every, *ways, "trainer.num_nodes=3", *arguments, name="pyg"):

@@ -1,0 +1,254 @@
+"""The layer engine in one process: convolutions equal PyG's own, results and gradients, in fp64."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GCN, HeteroConv
+from torch_geometric.nn.conv import (
+    GATConv,
+    GATv2Conv,
+    GCNConv,
+    GINConv,
+    GraphConv,
+    LGConv,
+    MessagePassing,
+    RGCNConv,
+    SAGEConv,
+    SGConv,
+)
+
+from gtrain.engine.local import LocalEngine
+from gtrain.nn.dropout import ExactDropout, rows_of
+
+NODES, EDGES, IN = 50, 300, 8
+
+Case = tuple[Callable[[], MessagePassing], tuple[str, ...]]
+CASES: dict[str, Case] = {
+    "sage": (lambda: SAGEConv(IN, 5), ()),
+    "sage of equal width": (lambda: SAGEConv(IN, IN), ()),
+    "sage, wider": (lambda: SAGEConv(IN, 16), ()),
+    "sage of sums": (lambda: SAGEConv(IN, 5, aggr="sum"), ()),
+    "sage of maxima": (lambda: SAGEConv(IN, 5, aggr="max"), ()),
+    "sage, normalised": (lambda: SAGEConv(IN, 5, normalize=True), ()),
+    "sage without root": (lambda: SAGEConv(IN, 5, root_weight=False), ()),
+    "sage, projected": (lambda: SAGEConv(IN, 5, project=True), ()),
+    "graph": (lambda: GraphConv(IN, 5), ("weight",)),
+    "graph of means": (lambda: GraphConv(IN, 12, aggr="mean"), ("weight",)),
+    "graph of maxima": (lambda: GraphConv(IN, 5, aggr="max"), ()),
+    "gin": (lambda: GINConv(nn.Linear(IN, 5), train_eps=True), ()),
+    "gat": (lambda: GATConv(IN, 4, heads=3), ()),
+    "gat, mean of heads": (lambda: GATConv(IN, 4, heads=3, concat=False), ()),
+    "gat without loops": (lambda: GATConv(IN, 4, heads=2, add_self_loops=False), ()),
+    "gat, residual": (lambda: GATConv(IN, 4, heads=2, residual=True, bias=False), ()),
+    "gat with edges": (lambda: GATConv(IN, 4, heads=2, edge_dim=3), ("attr",)),
+}
+SQUARE: dict[str, Case] = {
+    "gcn": (lambda: GCNConv(IN, 5), ("weight",)),
+    "gcn, wider": (lambda: GCNConv(IN, 16), ()),
+    "gcn without loops": (lambda: GCNConv(IN, 5, add_self_loops=False), ()),
+    "gcn, cached": (lambda: GCNConv(IN, 5, cached=True), ()),
+    "sgc": (lambda: SGConv(IN, 5, K=2), ()),
+    "lightgcn": (lambda: LGConv(), ()),
+    "rgcn": (lambda: RGCNConv(IN, 5, 4), ("type",)),
+    "rgcn with bases": (lambda: RGCNConv(IN, 5, 4, num_bases=2, aggr="sum"), ("type",)),
+    "rgcn of blocks": (lambda: RGCNConv(IN, 4, 4, num_blocks=2), ("type",)),
+}
+
+
+def graph() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {
+        "x": torch.randn(NODES, IN, dtype=torch.float64),
+        "edge_index": torch.randint(0, NODES, (2, EDGES)),
+        "weight": torch.rand(EDGES, dtype=torch.float64),
+        "attr": torch.randn(EDGES, 3, dtype=torch.float64),
+        "type": torch.randint(0, 4, (EDGES,)),
+    }
+
+
+def result(conv: nn.Module, x: Any, *args: Any, **kwargs: Any) -> list[Tensor | None]:
+    """The convolution's result, and the gradients of its parameters and of x."""
+    conv.zero_grad()
+    leaf = (x[0] if isinstance(x, tuple) else x).clone().requires_grad_()
+    out = conv((leaf, leaf[: len(x[1])]) if isinstance(x, tuple) else leaf, *args, **kwargs)
+    out.square().sum().backward()
+    return [out.detach(), leaf.grad, *(None if p.grad is None else p.grad.clone() for p in conv.parameters())]
+
+
+def assert_equal(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.fixture(params=[False, True], ids=["batches", "constant"])
+def engine(request: pytest.FixtureRequest) -> Iterator[LocalEngine]:
+    engine = LocalEngine(constant=request.param)
+    yield engine
+    engine.uninstall()
+
+
+def arguments(
+    data: dict[str, Tensor], names: tuple[str, ...], edges: Tensor | slice = slice(None)
+) -> dict[str, Tensor]:
+    return {f"edge_{name}": data[name][edges] for name in names}
+
+
+@pytest.mark.parametrize("name", [*CASES, *SQUARE])
+def test_a_convolution_equals_its_own(name: str, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, names = {**CASES, **SQUARE}[name]
+    conv, data = make().double(), graph()
+    kwargs = arguments(data, names)
+    expected = result(conv, data["x"], data["edge_index"], **kwargs)
+    if "cached" in name:
+        conv.reset_parameters, conv._cached_edge_index = None, None  # type: ignore[assignment]
+    ran: list[str] = []
+    monkeypatch.setattr(type(conv), "message", _noted(type(conv).message, ran))
+    engine.add_constants(data.values())
+    engine.install(conv)
+    assert engine.runs(conv)
+    for _ in range(2):  # the second time from what was cached
+        assert_equal(result(conv, data["x"], data["edge_index"], **kwargs), expected)
+    # probes run a message on a few edges; whole messages are made by what the engine leaves to PyG alone
+    assert (max([0, *map(int, ran)]) >= EDGES // 8) == (name == "gat with edges")
+    engine.uninstall()
+    assert not {"forward", "propagate", "edge_updater"} & vars(conv).keys()
+
+
+def _noted(message: Any, ran: list[str]) -> Any:
+    """Note the number of messages; with the signature that PyG inspects."""
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        out = message(*args, **kwargs)
+        ran.append(str(len(out)))
+        return out
+
+    noted.__signature__ = inspect.signature(message)  # type: ignore[attr-defined]
+    return noted
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_targets_may_be_the_first_sources(name: str, engine: LocalEngine) -> None:
+    """As in trimmed layers: the convolution gets the pair of all rows and of the first ones."""
+    make, names = CASES[name]
+    conv, data = make().double(), graph()
+    chosen = data["edge_index"][1] < 20
+    edge_index, kwargs = data["edge_index"][:, chosen], arguments(data, names, chosen)
+    pair = data["x"], data["x"][:20]
+    expected = result(conv, pair, edge_index, **kwargs)
+    engine.install(conv)
+    assert_equal(result(conv, pair, edge_index, **kwargs), expected)
+
+
+def test_other_targets_than_sources(engine: LocalEngine) -> None:
+    conv, data = (
+        HeteroConv({("a", "to", "b"): SAGEConv((IN, IN), 5), ("b", "to", "b"): GATConv(IN, 5, heads=1)}),
+        graph(),
+    )
+    conv.double()
+    x = {"a": data["x"], "b": torch.randn(20, IN, dtype=torch.float64)}
+    edges = {
+        ("a", "to", "b"): torch.stack([data["edge_index"][0], data["edge_index"][1] % 20]),
+        ("b", "to", "b"): data["edge_index"] % 20,
+    }
+    expected = conv(x, edges)["b"]
+    engine.install(conv)
+    torch.testing.assert_close(conv(x, edges)["b"], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_subclass_and_a_class_that_it_does_not_know_stay_as_they_are(engine: LocalEngine) -> None:
+    class Mine(SAGEConv):
+        """May compute anything."""
+
+    convs = nn.ModuleList([Mine(IN, 5), GATv2Conv(IN, 5), GCNConv(IN, 5, flow="target_to_source")])
+    engine.install(convs)
+    assert not any(engine.runs(conv) for conv in convs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes_and_autocast_run_as_written(dtype: torch.dtype, engine: LocalEngine) -> None:
+    conv, data = GraphConv(IN, 5).to(dtype), graph()
+    x = data["x"].to(dtype)
+    expected = conv(x, data["edge_index"])
+    engine.install(conv)
+    assert torch.equal(conv(x, data["edge_index"]), expected)
+
+
+def test_under_autocast_layers_run_as_written(engine: LocalEngine) -> None:
+    conv, data = SAGEConv(IN, 5), graph()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = conv(data["x"].float(), data["edge_index"])
+        engine.install(conv)
+        assert torch.equal(conv(data["x"].float(), data["edge_index"]), expected)
+
+
+def test_an_edge_to_no_node_is_an_error(engine: LocalEngine) -> None:
+    conv, data = SAGEConv(IN, 5).double(), graph()
+    engine.install(conv)
+    for wrong in (NODES, -1):
+        data["edge_index"][0, 3] = wrong
+        with pytest.raises(IndexError, match="edge_index"):
+            conv(data["x"], data["edge_index"].clone())
+
+
+def test_hooks_observe_what_pyg_computes(engine: LocalEngine) -> None:
+    conv, data = SAGEConv(IN, 5).double(), graph()
+    expected, seen = result(conv, data["x"], data["edge_index"]), []
+    engine.install(conv)
+    hook = conv.register_message_forward_hook(lambda conv, inputs, out: seen.append(len(out)))
+    assert_equal(result(conv, data["x"], data["edge_index"]), expected)
+    hook.remove()
+    assert seen == [EDGES]
+    assert_equal(result(conv, data["x"], data["edge_index"]), expected)
+    assert seen == [EDGES]
+
+
+def test_a_layer_that_ran_backward_says_how_to_run_it_again(engine: LocalEngine) -> None:
+    conv, data = SAGEConv(IN, 16), graph()
+    engine.install(conv)
+    loss = conv(data["x"].float(), data["edge_index"]).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="layers=plain"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_dropout_of_coefficients_is_that_of_pyg(loops: bool, engine: LocalEngine) -> None:
+    from torch_geometric.data import Data
+
+    data = graph()
+    conv = GATConv(IN, 4, heads=3, dropout=0.5, add_self_loops=loops).double()
+    batch = Data(x=data["x"], edge_index=data["edge_index"], orig_id=torch.arange(NODES).flip(0), seeds=torch.arange(3))
+
+    def step(follows: Callable[[nn.Module], bool]) -> list[Tensor | None]:
+        dropout = ExactDropout(conv, 7, follows)
+        dropout.start_step(0, 0, rows_of(batch))
+        try:
+            return result(conv, batch.x, batch.edge_index)
+        finally:
+            dropout.remove()
+
+    expected = step(lambda _: True)
+    engine.install(conv)
+    found = step(lambda layer: not engine.runs(layer))
+    assert_equal(found, expected)
+    assert not torch.equal(found[0], result(conv.eval(), batch.x, batch.edge_index)[0])  # type: ignore[arg-type]
+
+
+def test_a_network_of_another_graph_runs_in_the_same_run(engine: LocalEngine) -> None:
+    """A module may pool nodes, or call a layer with several graphs; only the batch's tensors are constant."""
+    network, data = GCN(IN, 6, 2, 3).double(), graph()
+    few = data["edge_index"][:, :40] % 10
+    expected = network(data["x"], data["edge_index"]), network(data["x"][:10], few)
+    engine.add_constants(data.values())
+    engine.install(network)
+    for _ in range(2):
+        found = network(data["x"], data["edge_index"]), network(data["x"][:10], few)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
