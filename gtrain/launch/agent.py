@@ -123,6 +123,7 @@ def _watch(job: Job) -> bool:
         if job.end_descriptor is not None:
             selector.register(job.end_descriptor, selectors.EVENT_READ)
         while not _is_finished(job, failing=deadline is not None):
+            # The time-outs are for what sends no event: the deadline, and the grace period of lost machines.
             for key, _ in selector.select(0.05 if deadline else 1.0):
                 if key.data is None:
                     return False  # the job has ended, or the rank that this agent's servers belong to
@@ -224,6 +225,7 @@ def _end(job: Job) -> None:
     start_time = time.monotonic()
     for child in job.children:
         child.signal(signal.SIGTERM)
+    # Every limit counts from the start, so the shortest come first and no child waits for another's.
     for child in sorted(job.children, key=lambda child: child.spec.stop_seconds):
         _wait_for_end(child, start_time + child.spec.stop_seconds)
     for child in job.children:

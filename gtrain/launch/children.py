@@ -245,6 +245,7 @@ def _run_child(
         os.setpgid(0, 0)  # Ctrl-C reaches only the agent, which ends the processes in order
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
+        # A process outside the terminal's foreground group is stopped when it reads from the terminal.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         context = make_context(write_end)
         capture(

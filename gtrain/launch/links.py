@@ -291,6 +291,7 @@ def _contexts(key_file: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
             context.check_hostname = False  # all machines of a job share one certificate
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_cert_chain(f"/proc/self/fd/{memory}")
+            # The certificate is its own issuer and the only trusted one: whoever presents it knows the secret.
             context.load_verify_locations(cadata=certificate[certificate.index(b"-----BEGIN CERT") :].decode())
     finally:
         os.close(memory)

@@ -195,7 +195,7 @@ class DglRGCN(Relational):
         return x
 
 
-_known_shares: Any = WeakIdKeyDictionary()  # by edge_index and edge_type
+_share_cache: Any = WeakIdKeyDictionary()  # by edge_index and edge_type
 
 
 def _shares(edge_index: Tensor, edge_type: Tensor) -> Tensor:
@@ -203,10 +203,10 @@ def _shares(edge_index: Tensor, edge_type: Tensor) -> Tensor:
 
     The counts are exact since a rank has all in-edges of its targets. They are computed once per graph.
     """
-    known = _known_shares.setdefault(edge_index, WeakIdKeyDictionary())
-    if edge_type not in known:
+    cache = _share_cache.setdefault(edge_index, WeakIdKeyDictionary())
+    if edge_type not in cache:
         pair = edge_index[1] * (int(edge_type.max()) + 1 if edge_type.numel() else 1) + edge_type
         _, index, count = torch.unique(pair, return_inverse=True, return_counts=True)
-        known[edge_type] = count.double().reciprocal()[index].unsqueeze(1)
-    shares: Tensor = known[edge_type]
+        cache[edge_type] = count.double().reciprocal()[index].unsqueeze(1)
+    shares: Tensor = cache[edge_type]
     return shares

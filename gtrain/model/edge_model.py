@@ -99,8 +99,9 @@ def _ranks_of(scores: Tensor, answer: Tensor, row: Tensor | None, known: Tensor 
         scores[row, known] = -torch.inf
     # NaN counts as better than the answer.
     better = (~(scores <= own)).sum(1)
-    others = (scores == own).sum(1) - (scores.gather(1, answer.unsqueeze(1)) == own).flatten().long()
-    return 1 + better.double() + others.double() / 2
+    # The answer is not its own tie. If it is among the known answers, its score is minus infinity by now.
+    ties = (scores == own).sum(1) - (scores.gather(1, answer.unsqueeze(1)) == own).flatten().long()
+    return 1 + better.double() + ties.double() / 2
 
 
 def spread_ranks(
@@ -152,7 +153,15 @@ class _Candidates:
 
 
 class _Queries:
-    """Embeddings ``[B, D]`` of one end of edges; on the CPU the ids of both ends, relations, and known answers."""
+    """Edges with one end given, whose other end is ranked.
+
+    Attributes:
+        rows: ``[B, D]``, embeddings of the given ends.
+        ids: int64 ``[B]`` on the CPU, the given ends.
+        answer: int64 ``[B]`` on the CPU, the other ends.
+        relation: int64 ``[B]`` on the CPU, or None.
+        known: known answers of each edge, on the CPU, or None.
+    """
 
     def __init__(
         self, rows: Tensor, ids: Tensor, answer: Tensor, relation: Tensor | None, known: Lists | None = None

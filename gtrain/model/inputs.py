@@ -103,7 +103,9 @@ class _TrimToTargets(nn.Module):
         edge_data: Tensor | None = None,
     ) -> tuple[tuple[Tensor, Tensor], Any, Tensor | None]:
         """Return the same as PyG's class, but for ``x``, which earlier layers have shortened already."""
+        # Zeros: PyG would shorten x a second time.
         _, edge_index, edge_data = trim_to_layer(layer, [0] * len(nodes), edges, x, edge_index, edge_data)
+        # Layer i needs targets up to hop L - 1 - i; nodes are in the order of hops, the seeds (hop 0) first.
         return (x, x[: sum(nodes[: len(nodes) - 1 - layer])]), edge_index, edge_data
 
 
@@ -299,8 +301,9 @@ def check_weights(module: nn.Module, facts: dict[str, Any], name: str) -> None:
 
 def _normalises(layer: nn.Module) -> bool:
     """Return whether a convolution, such as ``GCNConv``, divides by degrees that are sums of weights."""
-    namespace = vars(sys.modules.get(type(layer).__module__, inspect))
-    return isinstance(layer, MessagePassing) and "gcn_norm" in namespace and bool(getattr(layer, "normalize", True))
+    # PyG's convolutions that do so import gcn_norm into their modules.
+    calls_norm = hasattr(sys.modules.get(type(layer).__module__), "gcn_norm")
+    return isinstance(layer, MessagePassing) and calls_norm and bool(getattr(layer, "normalize", True))
 
 
 def unread_data(module: nn.Module, store: Store, used: set[str], name: str) -> list[str]:

@@ -222,6 +222,7 @@ class HeteroSAGE(nn.Module):
     ) -> dict[str, Tensor]:
         """Return the scores of every node by type; with the numbers of each hop, at least of the seeds."""
         hops = num_sampled_nodes_dict, num_sampled_edges_dict
+        # The encoder before this network is linear, so its activation and dropout are here.
         x_dict = {node_type: F.dropout(x.relu(), self.dropout, self.training) for node_type, x in x_dict.items()}
         for number, conv in enumerate(self.convs):
             x_dict, edge_index_dict, _ = trim(number, hops, x_dict, edge_index_dict)
@@ -276,6 +277,7 @@ class HGT(nn.Module):
     ) -> dict[str, Tensor]:
         """Return the scores of every node by type; with the numbers of each hop, at least of the seeds."""
         hops = num_sampled_nodes_dict, num_sampled_edges_dict
+        # The encoder before this network is linear.
         x_dict = {node_type: x.relu() for node_type, x in x_dict.items()}
         for number, conv in enumerate(self.convs):
             x_dict, edge_index_dict, _ = trim(number, hops, x_dict, edge_index_dict)

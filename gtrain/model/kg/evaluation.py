@@ -233,10 +233,10 @@ class GroupRanks:
         )
         first = torch.arange(len(heads), device=heads.device)
         if self._lhs == self._rhs:
-            both = _listed(torch.cat([tails, heads, more_heads, more_tails]))
+            both = _as_candidates(torch.cat([tails, heads, more_heads, more_tails]))
             candidates, second = (both, both), first + len(heads)
         else:
-            candidates = _listed(torch.cat([tails, more_tails])), _listed(torch.cat([heads, more_heads]))
+            candidates = _as_candidates(torch.cat([tails, more_tails])), _as_candidates(torch.cat([heads, more_heads]))
             second = first
         tail_queries, head_queries = (
             RankingQueries(heads, relation, first, None),
@@ -249,7 +249,7 @@ class GroupRanks:
         return EntityCandidates(lambda: self._tables.blocks(number), count)
 
 
-def _listed(rows: Tensor) -> EntityCandidates:
+def _as_candidates(rows: Tensor) -> EntityCandidates:
     """Return these rows as the only candidates."""
     block = torch.arange(len(rows), device=rows.device), rows
     return EntityCandidates(lambda: iter([block]), len(rows))

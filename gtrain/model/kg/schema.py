@@ -9,7 +9,7 @@ from typing import Any
 from gtrain.errors import ConfigError
 
 EVERY = "*"
-"""The name of an entry for all relations without an entry."""
+"""The name of an entry of ``data.relations`` that holds for every relation that no other entry names."""
 _ENTITY_KEYS = ("num_partitions", "dimension", "featurized")
 _RELATION_KEYS = ("name", "lhs", "rhs", "operator", "weight", "all_negs")
 

@@ -92,7 +92,7 @@ class EntityTables(nn.Module):
         return rows
 
     def blocks(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the ids and embeddings of all nodes of a type, in the blocks of the table's placement."""
+        """Yield the ids and embeddings of all nodes of a type, in the blocks of the table's storage."""
         if self.bags[number] is None:
             for ids, rows in self[number].storage.blocks():
                 yield ids, self.shifted(rows, number)

@@ -6,9 +6,8 @@ negative has the score minus infinity, which adds nothing to any of the losses.
 Letters of shapes: B edges of a batch, C chunks, m slots of a chunk, u uniform negatives of a chunk, N entities of a
 type, D columns of an embedding.
 
-Chunks of edges share their negatives, as there (section 4.3): in a chunk the ends of all edges are compared with each
-other: the answer of one edge is a negative of the others. So m edges give each other m - 1 negatives for the price of
-one matrix product. Nodes drawn uniformly, a set for each chunk, are added.
+The edges of a chunk share their negatives (section 4.3 there): the answer of one edge is a negative of all others, so
+that one matrix product gives each of m edges m - 1 negatives. Nodes drawn uniformly for the chunk are added.
 """
 
 from __future__ import annotations
@@ -110,11 +109,14 @@ def by_relation(relation: Tensor, chunk_size: int) -> EdgeChunks:
     order = relation.argsort(stable=True)
     _, counts = relation[order].unique_consecutive(return_counts=True)
     chunk_size = max(1, min(chunk_size, int(counts.max()) if counts.numel() else 1))
+    # A relation fills whole chunks but for its last one: ceil(count / m) chunks.
     chunks_of = (counts + chunk_size - 1) // chunk_size
+    # The relation of each chunk, numbered among the relations that occur. (C,)
     group = torch.repeat_interleave(torch.arange(counts.numel(), device=relation.device), chunks_of)
     first_chunk = chunks_of.cumsum(0) - chunks_of
     chunk = torch.arange(group.numel(), device=relation.device)
     begin = (chunk - first_chunk[group]) * chunk_size  # of each chunk, within its relation
+    # Position of each slot's edge within its relation, then among the edges sorted by relation. (C, m)
     within = begin.unsqueeze(1) + torch.arange(chunk_size, device=relation.device)
     filled = within < counts[group].unsqueeze(1)
     slot = (counts.cumsum(0) - counts)[group].unsqueeze(1) + within
@@ -258,6 +260,7 @@ class TrainingLoss:
         losses, begin = [], 0
         for block in blocks:
             end = begin + len(block.edge)
+            # The first slot of a chunk always has an edge, and all its edges have the same number.
             number = torch.arange(begin, end) if edges.chunk is None else edges.chunk[block.edge[:, 0]]
             drawn = torch.stack([draw(side, size, number, uniform) for side, size in enumerate(self.sizes)]).to(device)
             begin = end
@@ -306,7 +309,7 @@ class TrainingLoss:
         """Return the loss of each slot of these chunks, ``[C, m]``; drawn is ``[2, C, u]``, heads and tails."""
         head, tail, relation = (ids[chunks.edge] for ids in (edges.head, edges.tail, edges.relation))  # each [C, m]
         # rows [C, m, D] of the edges and [C, u, D] of the uniform negatives
-        heads, more_heads, tails, more_tails = self._looked_up(tables, (head, drawn[0], tail, drawn[1]))
+        heads, more_heads, tails, more_tails = self._look_up(tables, (head, drawn[0], tail, drawn[1]))
         every_head, every_tail = self._all_rows(tables, head.device) if self.negatives.all else (None, None)
         losses = []
         if self.negatives.tails:
@@ -320,8 +323,8 @@ class TrainingLoss:
             losses.append(self.n3 * self.scores.n3_norm(*flat).view(head.shape))
         return torch.stack(losses).sum(0)
 
-    def _looked_up(self, tables: tuple[RowLookup, RowLookup], ids: tuple[Tensor, ...]) -> list[Tensor]:
-        """Return rows of two blocks of heads and two of tails, with one lookup per table: it may be remote."""
+    def _look_up(self, tables: tuple[RowLookup, RowLookup], ids: tuple[Tensor, ...]) -> list[Tensor]:
+        """Return rows of two blocks of heads and two of tails; one lookup per table, because a table may be remote."""
         widths = [block.size(1) for block in ids]
         if tables[0] is tables[1]:
             return list(tables[0](torch.cat(ids, dim=1)).split(widths, dim=1))
