@@ -221,8 +221,8 @@ class RayClusterConfig(ClusterConfig):
     )
     memory_per_rank: int | None = setting(None, "memory in bytes that Ray reserves for each rank", least=1)
     memory_per_server: int | None = setting(None, "memory in bytes that Ray reserves for each server", least=1)
-    resources_per_rank: dict[str, float] = setting({}, "the cluster's own resources that each rank needs, by name")
-    resources_per_server: dict[str, float] = setting({}, "the cluster's own resources that each server needs, by name")
+    resources_per_rank: dict[str, float] = setting({}, "custom resources of Ray that each rank needs, by name")
+    resources_per_server: dict[str, float] = setting({}, "custom resources of Ray that each server needs, by name")
     environment: list[str] = setting(
         [], "names of environment variables of the command that ranks and servers need, besides those of gtrain"
     )

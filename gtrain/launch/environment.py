@@ -90,7 +90,7 @@ def say_waiting(process: str, seconds: float, note: str = "") -> None:
     """Report which process this one waits for, and since when: the agent prints it, or rank 0 under another launcher.
 
     Args:
-        process: its name, ``rank 2 (machine 1)``, or what it has not done, ``rank 2 (machine 1) to come``.
+        process: its name, ``rank 2 (machine 1)``, or what it has not done, ``rank 2 (machine 1) to join``.
         seconds: how long this process has waited.
         note: the end of the sentence.
     """

@@ -139,14 +139,14 @@ def await_key(
         check: called every second; may raise.
 
     Raises:
-        PeerLostError: the process did not come in time, or the store is gone.
+        PeerLostError: the process did not join in time, or the store is gone.
     """
-    report, waited = WaitReport(f"{process} to come"), 0.0
+    report, waited = WaitReport(f"{process} to join"), 0.0
     while (value := store.poll(key, max(0.0, min(POLL_SECONDS, seconds - waited)))) is None:
         check()
         waited = report()
         if waited >= seconds:
-            raise PeerLostError(f"{process} did not come within {seconds:g} s")
+            raise PeerLostError(f"{process} did not join within {seconds:g} s")
     return value
 
 

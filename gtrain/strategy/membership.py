@@ -57,7 +57,7 @@ class GroupFormation:
             for a group of one.
 
         Raises:
-            PeerLostError: a member did not come in time.
+            PeerLostError: a member did not join in time.
         """
         wait = _FormationWait(self)
         while True:
@@ -78,7 +78,7 @@ class GroupFormation:
         """Connect to the other members; return None for a group of one.
 
         Raises:
-            PeerLostError: a member did not come in time.
+            PeerLostError: a member did not join in time.
         """
         if len(members) == 1:
             return None
@@ -158,15 +158,15 @@ class _FormationWait:
         """Wait a moment; see :meth:`GroupFormation.missing` for the arguments.
 
         Raises:
-            PeerLostError: a member did not come in time.
+            PeerLostError: a member did not join in time.
         """
         formation, self._awaited = self._formation, (what, incarnation)
         formation.check_refused()
         if self._report() > formation.timeout_seconds:
             names = ", ".join(map(formation.name_of, formation.missing(*self._awaited))) or "no rank"
-            raise PeerLostError(f"{names} did not come within {formation.timeout_seconds:g} s to form the group again")
+            raise PeerLostError(f"{names} did not join within {formation.timeout_seconds:g} s to form the group again")
         time.sleep(POLL_SECONDS)
 
     def _say(self, _: str, seconds: float) -> None:
         for rank in self._formation.missing(*self._awaited):
-            say_waiting(f"{self._formation.name_of(rank)} to come", seconds)
+            say_waiting(f"{self._formation.name_of(rank)} to join", seconds)

@@ -389,11 +389,11 @@ def test_who_does_not_set_a_key_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(job_store, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(job_store, "WaitReport", partial(WaitReport, say=lambda name, _: said.append(name)))
     with job() as stores:
-        with pytest.raises(PeerLostError, match=r"rank 0 \(machine 0\) did not come within 0.5 s"):
+        with pytest.raises(PeerLostError, match=r"rank 0 \(machine 0\) did not join within 0.5 s"):
             job_store.await_key(stores[0], "folder", "rank 0 (machine 0)", 0.5)
         stores[1].set("folder", "run")
         assert job_store.await_key(stores[0], "folder", "rank 0 (machine 0)", 0.5) == b"run"
-    assert said == ["rank 0 (machine 0) to come"]
+    assert said == ["rank 0 (machine 0) to join"]
 
 
 # ------------------------------------------------------------------------------------- groups that form again
@@ -413,9 +413,9 @@ def test_a_rank_that_does_not_return_to_its_group_is_named(monkeypatch: pytest.M
     with job() as stores:
         for after in (-1, 0):  # the first time, and after a loss
             first, _ = formations(stores, monkeypatch, 0.5)
-            with pytest.raises(PeerLostError, match=r"^rank 1 \(machine 1\) did not come within 0.5 s to form"):
+            with pytest.raises(PeerLostError, match=r"^rank 1 \(machine 1\) did not join within 0.5 s to form"):
                 first.meet(after)
-    assert said == ["rank 1 (machine 1) to come"] * 2
+    assert said == ["rank 1 (machine 1) to join"] * 2
 
 
 def test_a_rank_that_dies_while_the_group_forms_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
