@@ -128,7 +128,11 @@ class ZmqLink(Link):
                 change.refusal = f"this process {ours} and it {theirs}"
 
     def suspected_refusal(self) -> str | None:
-        """Return a reason if the server breaks off every handshake: zmq does not say that a server's key is wrong."""
+        """Return a reason if the server breaks off every handshake.
+
+        zmq does not say that a server's key is wrong, and a server with keys may close the connection of a client
+        without keys before its greeting, which names them, has left.
+        """
         if self._broken_handshakes < SUSPICIOUS_HANDSHAKES or self._failed_attempts > 1:
             return None
         reason = "the keys are probably another job's" if self._secured else "it probably asks for keys"
