@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gtrain.backends import RolePlan
+from gtrain.backends import STOP_SECONDS, RolePlan
 from gtrain.errors import GtrainError, RankFailedError
 from gtrain.launch.agent import run
 from gtrain.launch.children import GRACE_SECONDS, die_with_parent
@@ -27,41 +28,61 @@ from gtrain.launch.launchers.base import RankInfo
 class Keeper:
     """A rank's handle on its keeper; does nothing if the machine has no servers."""
 
-    def __init__(self, pid: int | None = None, pipe: int = -1, machine: int = 0) -> None:
-        self._pid, self._pipe, self._machine = pid, pipe, machine
+    def __init__(
+        self, pid: int | None = None, pipe: int = -1, machine: int = 0, stop_seconds: float = STOP_SECONDS
+    ) -> None:
+        self._pid, self._pipe, self._stop_seconds = pid, pipe, stop_seconds
+        self._name = f"the keeper of the servers of machine {machine} (process {pid})"
         if pid is not None:
             signal.signal(signal.SIGCHLD, self._check)  # a thread would prevent the rank from forking
 
     def _check(self, *_: Any) -> None:
         """End the rank when its keeper was killed: the kernel killed the servers too, and nothing else reports it.
 
+        Nobody waits for a keeper that was stopped, because its servers go on; so this process names it.
+
         Raises:
             RankFailedError: names the keeper.
         """
         with contextlib.suppress(ChildProcessError):
-            # WNOWAIT leaves the status for the waitpid of stop_servers; SIGCHLD also reports other children.
+            # WNOWAIT leaves the status for the waitid of stop_servers; SIGCHLD also reports other children.
             ended = os.waitid(os.P_PID, self._pid or 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if ended is not None and ended.si_code != os.CLD_EXITED:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 raise RankFailedError(
-                    f"the keeper of the servers of machine {self._machine} (process {self._pid}) was killed by "
-                    f"{signal.Signals(ended.si_status).name}, and its servers with it.",
+                    f"{self._name} was killed by {signal.Signals(ended.si_status).name}, and its servers with it.",
                     hint="the kernel kills with SIGKILL when memory runs out; ckpt_path=last resumes from the last "
                     "checkpoint.",
                 )
+            # Without WNOWAIT, so that each stop is reported once.
+            stopped = os.waitid(os.P_PID, self._pid or 0, os.WSTOPPED | os.WNOHANG)
+            if stopped is not None:
+                number = signal.Signals(stopped.si_status).name
+                self._say(f"was stopped by {number}; until it continues, no server that dies is restarted")
+
+    def _say(self, clause: str) -> None:
+        os.write(2, f"gtrain: {self._name} {clause}\n".encode())  # a signal handler may not print
 
     def start_servers(self, log_dir: Path, key_file: str | None, host: str, store_address: str) -> None:
         """Start the servers; called once the run's folder and the key-value store on machine ``host`` are known."""
         self._send({"log_dir": str(log_dir), "key_file": key_file, "host": host, "store": store_address})
 
     def stop_servers(self) -> None:
-        """Stop the servers and wait until they have ended."""
+        """Stop the servers and wait until they have ended; a keeper that does not stop them is killed with them."""
         if self._pid is None:
             return
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._send({})
         os.close(self._pipe)
-        with contextlib.suppress(ChildProcessError):
+        seconds = self._stop_seconds + GRACE_SECONDS
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):
+            descriptor = os.pidfd_open(self._pid)
+            try:
+                if not select.select([descriptor], [], [], seconds)[0]:
+                    self._say(f"did not stop them in {seconds:g} s and is killed")
+                    os.kill(self._pid, signal.SIGKILL)
+            finally:
+                os.close(descriptor)
             os.waitpid(self._pid, 0)
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -85,7 +106,7 @@ def keeper_for(rank_info: RankInfo, plans: Sequence[RolePlan], config: Any) -> I
         os.close(write_end)
         _run_keeper(rank, read_end, rank_info, plans, config)
     os.close(read_end)
-    keeper = Keeper(pid, write_end, rank_info.machine)
+    keeper = Keeper(pid, write_end, rank_info.machine, max(plan.stop_seconds for plan in plans))
     try:
         yield keeper
     finally:

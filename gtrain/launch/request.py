@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from omegaconf import DictConfig
 
@@ -28,13 +28,13 @@ from gtrain.backends import RolePlan
 from gtrain.errors import ConfigError, GtrainError, PeerLostError, RankFailedError, restored
 from gtrain.launch import slot
 from gtrain.launch.agent import preload
-from gtrain.launch.children import die_with_parent, fork_with_pipe
-from gtrain.launch.templates import keep_templates_in_memory
+from gtrain.launch.children import PRELOAD, die_with_parent, fork_with_pipe
 from gtrain.run import runs
 
 TASK = "gtrain.run.task:run"
 PREFLIGHT = "gtrain.run.preflight"
 _PREFLIGHT_SECONDS = 120.0
+_SAY_SECONDS = 10.0  # after which the terminal says what the command waits for
 
 
 @dataclass
@@ -107,6 +107,8 @@ class JobRequest:
     def preflight(self, cfg: DictConfig) -> None:
         """Run the checks that need no data, in a short-lived process, which may start threads and use CUDA.
 
+        The job starts without the checks if their process is killed or takes too long.
+
         Args:
             cfg: the resolved and validated configuration.
 
@@ -115,16 +117,21 @@ class JobRequest:
         """
         preload()
         pid, read_end = fork_with_pipe(partial(_run_preflight, cfg, self.choices, self.overrides))
-        content = b""
+        content, ended = b"", False
         try:
             with open(read_end, "rb", buffering=0) as pipe:
-                while select.select([pipe], [], [], _PREFLIGHT_SECONDS)[0] and (piece := pipe.read(1 << 16)):
-                    content += piece
+                while not ended and _await_preflight(pipe):
+                    piece = pipe.read(1 << 16)
+                    content, ended = content + piece, not piece
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)  # in case it hangs
-            os.waitpid(pid, 0)
-        if content:
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if status < 0:
+            how = f"was killed by {signal.Signals(-status).name}" if ended else f"took {_PREFLIGHT_SECONDS:g} s"
+            text = f"gtrain: the process of the preflight checks {how}; the job starts without them"
+            print(text, file=sys.stderr, flush=True)
+        elif content:
             raise restored(json.loads(content))
 
     def run_restarting(self, run: Callable[[int], Any]) -> Any:
@@ -161,7 +168,7 @@ class JobRequest:
                 error.add_hint(runs.how_to_resume(Path(cfg.paths.run)))
             raise
         except SystemExit as error:
-            # Lightning's exception carries no exit code. Compare its name: this module must not import Lightning.
+            # Lightning's exception has no exit code. It is told by its name, because Lightning is not imported here.
             by_lightning = type(error).__name__ == "SIGTERMException"
             code = 128 + signal.SIGTERM if by_lightning else error.code
             if trains and isinstance(code, int) and code > 128:
@@ -173,6 +180,14 @@ class JobRequest:
             raise
 
 
+def _await_preflight(pipe: IO[bytes]) -> bool:
+    """Wait until the process of the checks writes or ends, and report a long wait; return False if it is too long."""
+    if select.select([pipe], [], [], _SAY_SECONDS)[0]:
+        return True
+    print(f"gtrain: waiting for the preflight checks, {_SAY_SECONDS:g} s", file=sys.stderr, flush=True)
+    return bool(select.select([pipe], [], [], _PREFLIGHT_SECONDS - _SAY_SECONDS)[0])
+
+
 def _run_preflight(cfg: DictConfig, choices: dict[str, str], overrides: Sequence[str], write_end: int) -> NoReturn:
     """Run the checks and report a refusal; any other error occurs again in a rank, which has a log."""
     try:
@@ -180,7 +195,7 @@ def _run_preflight(cfg: DictConfig, choices: dict[str, str], overrides: Sequence
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
-        keep_templates_in_memory()
+        sys.modules[PRELOAD].keep_templates_in_memory()
         typed = [override.lstrip("+~").partition("=")[0] for override in overrides]
         importlib.import_module(PREFLIGHT).check(config.plain(cfg), choices, typed)
     except GtrainError as error:

@@ -14,7 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
@@ -22,7 +22,8 @@ from gtrain import errors
 from gtrain.data.module import GraphDataModule
 from gtrain.launch import interpreter, slot
 from gtrain.launch.children import GRACE_SECONDS, die_with_parent, fork_with_pipe
-from gtrain.launch.environment import find_environment
+from gtrain.launch.environment import WaitReport, find_environment
+from gtrain.launch.job_store import POLL_SECONDS
 from gtrain.launch.launchers.local import run_local
 from gtrain.strategy.counters import PeakMemory
 from gtrain.strategy.store_sharing import prepare_shared
@@ -95,6 +96,7 @@ def call_in_fork(function: Callable[[], Any], what: str) -> dict[str, int]:
     status = None
     try:
         with open(read_end, "rb") as pipe:
+            _report_stops(pipe, pid, what)
             content = pipe.read()
         _, status = os.waitpid(pid, 0)
     finally:
@@ -151,6 +153,16 @@ def _run_child(function: Callable[[], Any], parent: int, write_end: int) -> NoRe
         with contextlib.suppress(BaseException), open(write_end, "w") as pipe:
             json.dump(message, pipe)
         os._exit(0)
+
+
+def _report_stops(pipe: IO[bytes], pid: int, what: str) -> None:
+    """Wait until the process writes its message or ends; report that it is stopped: preparing data may take hours."""
+    report = None
+    while not select.select([pipe], [], [], POLL_SECONDS)[0]:
+        is_stopped = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT | os.WNOHANG) is not None
+        report = (report or WaitReport(what)) if is_stopped else None
+        if report is not None:
+            report()
 
 
 def _end(pid: int) -> None:

@@ -127,6 +127,33 @@ def test_a_disk_that_is_full_when_a_checkpoint_is_written(tmp_path: Path) -> Non
     assert "HINT: free space on that disk" in done.stderr
 
 
+FALLS_ONCE = """
+import os, signal
+from pathlib import Path
+import lightning.pytorch as pl
+
+if not Path("fallen").exists():  # of all processes, that of the checks imports this first
+    Path("fallen").write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.{number})
+
+class Idle(pl.Callback):
+    pass
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.slow)])
+def test_a_job_starts_without_checks_whose_process_is_killed(number: str, tmp_path: Path) -> None:
+    """And says so; a process of checks that is stopped is waited for, which the terminal says too."""
+    (tmp_path / "mine.py").write_text(FALLS_ONCE.format(number=number))
+    job = start(*TINY, "+callbacks.idle._target_=mine.Idle", "trainer.max_epochs=1", cwd=tmp_path)
+    if number == "SIGSTOP":
+        until(lambda: "gtrain: waiting for the preflight checks, 10 s" in job.errors(), tmp_path)
+        os.kill(int((tmp_path / "fallen").read_text()), signal.SIGCONT)
+    done = ok(job.end())
+    line = "gtrain: the process of the preflight checks was killed by SIGKILL; the job starts without them"
+    assert (line in done.stderr.splitlines()) == (number == "SIGKILL")
+
+
 @pytest.mark.parametrize(
     "fault", ["SIGTERM", *(pytest.param(f, marks=pytest.mark.slow) for f in ("SIGINT", "killed rank"))]
 )

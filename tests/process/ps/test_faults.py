@@ -252,7 +252,7 @@ def test_a_killed_keeper_under_torchrun_ends_all_ranks_and_leaves_nothing(tmp_pa
         until(lambda: has_logged(tmp_path / "run"), tmp_path)
         family = descendants(job.pid)
         server = processes(job.pid)["parameter-0"]
-        keeper = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
+        keeper = parent(server)
         assert not list(temporary.glob("gtrain-*"))
         os.kill(keeper, signal.SIGKILL)
         done = job.end()
@@ -263,6 +263,59 @@ def test_a_killed_keeper_under_torchrun_ends_all_ranks_and_leaves_nothing(tmp_pa
     assert not re.search(r"exitcode +: -9", done.stderr)
     until(lambda: not any(map(alive, family)), tmp_path)
     assert not list(temporary.glob("gtrain-*"))
+
+
+@pytest.mark.slow
+def test_a_stopped_keeper_under_torchrun_is_named_and_changes_nothing(tmp_path: Path) -> None:
+    """Its servers go on; at the end, when it does not stop them, it is killed with them."""
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "gtrain")
+    job = lasting(tmp_path, *SMALL, program=torchrun)
+    try:
+        until(lambda: has_logged(tmp_path / "run"), tmp_path)
+        keeper = parent(processes(job.pid)["parameter-0"])
+        os.kill(keeper, signal.SIGSTOP)
+        name = f"gtrain: the keeper of the servers of machine 0 (process {keeper})"
+        until(lambda: f"{name} was stopped by SIGSTOP" in job.errors(), tmp_path)
+        enough(tmp_path)
+        done = ok(job.end())
+    finally:
+        job.kill()
+    assert f"{name} did not stop them in 12 s and is killed" in done.stderr
+    assert not alive(keeper)
+    compare_with_an_undisturbed_run(tmp_path, *SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "manual"])
+def test_a_stopped_process_of_the_store_delays_only_ranks_that_need_it(is_local: bool, tmp_path: Path) -> None:
+    """Ranks that train do not; a restarted one does if its command was started by hand, and names it."""
+    run = tmp_path / "run"
+    by_hand = ("cluster=manual", "cluster.rank=0", f"cluster.rendezvous=file://{tmp_path}/meet", "trainer.num_nodes=1")
+    job = lasting(tmp_path, *SMALL, *(() if is_local else (*by_hand, "trainer.devices=2")))
+    try:
+        until(lambda: has_logged(run), tmp_path)
+        victims = processes(job.pid)
+        os.kill(victims["store-0"], signal.SIGSTOP)
+        os.kill(victims["rank-1"], signal.SIGKILL)
+        until(lambda: "restarting it (1/" in job.errors(), tmp_path)
+        if not is_local:
+            until(lambda: re.search(r"gtrain: waiting for store 0 \(machine 0\), 1\d s", job.errors()), tmp_path)
+            os.kill(victims["store-0"], signal.SIGCONT)
+        size = (run / "metrics.csv").stat().st_size
+        until(lambda: (run / "metrics.csv").stat().st_size > size + 1000, tmp_path)
+        enough(tmp_path)
+        done = ok(job.end())
+    finally:
+        job.kill()
+    assert ("waiting for" in done.stderr) != is_local
+    assert ("store 0 did not end in 2 s and is killed" in done.stderr) == is_local
+    assert not alive(victims["store-0"])
+    compare_with_an_undisturbed_run(tmp_path, *SMALL)
+
+
+def parent(pid: int) -> int:
+    """Process id of a process's parent."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def resident(pid: int) -> int:

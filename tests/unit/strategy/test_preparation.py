@@ -19,6 +19,8 @@ from gtrain.data.module import GraphDataModule
 from gtrain.data.planted import PlantedData
 from gtrain.errors import ConfigError, DataError, StoreError
 from gtrain.graph.shard import load_whole
+from gtrain.launch import environment
+from gtrain.strategy import preparation
 from gtrain.strategy.counters import anonymous_bytes
 from gtrain.strategy.preparation import call_in_fork, call_in_interpreter
 
@@ -152,3 +154,26 @@ def test_an_interrupted_process_removes_what_it_wrote(tmp_path: Path) -> None:
     assert not file.exists()
     with pytest.raises(ChildProcessError):
         os.waitpid(int(process.read_text()), os.WNOHANG)  # it has been waited for
+
+
+def test_a_stopped_process_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A long preparation is not: it may take hours."""
+
+    class Report(environment.WaitReport):
+        def __call__(self) -> float:
+            waited = super().__call__()
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGCONT)
+            return waited
+
+    def stop() -> None:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    monkeypatch.setattr(environment, "SAY_SECONDS", 0.0)
+    monkeypatch.setattr(preparation, "WaitReport", Report)
+    apart(lambda: None)
+    assert capfd.readouterr().err == ""
+    apart(stop)
+    assert capfd.readouterr().err == "gtrain: waiting for the process that prepares the store of large, 0 s\n"
