@@ -1,7 +1,7 @@
 """The files of a store, sent by the process that prepared it to processes on machines without it.
 
-A request is a frame with the name of a file; the answer is its size and its contents. One connection carries one file.
-:mod:`gtrain.launch.links` decides who may connect.
+A request is the name of a file; the answer is its size and its contents. One connection carries one file. See
+:mod:`gtrain.launch.links` for who may connect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gtrain.launch.sockets import listen_tcp
 
 _SIZE = struct.Struct("!q")
 _ABSENT = -1
-_LONGEST_NAME = 4096  # bytes
+_LONGEST_NAME = 4096
 _PIECE = 1 << 20  # bytes per message
 _ANSWER_SECONDS = 60.0
 """How long the server may take for a piece of a file."""
@@ -41,9 +41,8 @@ class FileServer:
         self._folder, self._names = folder, frozenset(names)
         self._listener = listen_tcp(host)
         self.address = self._listener.address
-        self._door = links.AuthenticatedListener(
-            [self._listener.socket], key_file, None, self._answer, "the server of the store's files"
-        )
+        name = f"the server of the files in {folder}"
+        self._door = links.AuthenticatedListener([self._listener.socket], key_file, None, self._answer, name)
 
     def close(self) -> None:
         """Accept no more connections."""
@@ -52,7 +51,7 @@ class FileServer:
 
     def _answer(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
-            name = links.receive_frame(connection, _LONGEST_NAME).decode(errors="replace")
+            name = _receive_name(connection)
             if name not in self._names:
                 connection.sendall(_SIZE.pack(_ABSENT))
                 return
@@ -85,17 +84,32 @@ class ServedFolder:
         try:
             with links.connect(self.address, self._key_file, _ANSWER_SECONDS) as connection:
                 connection.settimeout(_ANSWER_SECONDS)
-                links.send_frame(connection, name.encode())
-                (left,) = _SIZE.unpack(links.receive_exactly(connection, _SIZE.size))
+                encoded = name.encode()
+                connection.sendall(_SIZE.pack(len(encoded)) + encoded)
+                (left,) = _SIZE.unpack(_receive(connection, _SIZE.size))
                 if left == _ABSENT:
                     raise StoreError(
                         f"the server at {self.address} does not send {name}",
                         hint="install the same release of gtrain on all machines.",
                     )
                 while left:
-                    piece = links.receive_exactly(connection, min(left, _PIECE))
+                    piece = _receive(connection, min(left, _PIECE))
                     left -= len(piece)
                     yield bytes(piece)
         except OSError as error:
             reason = error.strerror or error
-            raise PeerLostError(f"the server of the store's files at {self.address} is gone: {reason}") from error
+            raise PeerLostError(f"the server of files at {self.address} is gone: {reason}") from error
+
+
+def _receive_name(connection: socket.socket) -> str:
+    """Receive the name of a file; empty if it is too long or not text."""
+    (length,) = _SIZE.unpack(_receive(connection, _SIZE.size))
+    if not 0 < length <= _LONGEST_NAME:
+        return ""
+    return bytes(_receive(connection, length)).decode(errors="replace")
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray:
+    content = bytearray(size)
+    links.receive_into(connection, memoryview(content))
+    return content

@@ -38,7 +38,6 @@ _LONGEST_POINTER = 256
 _HANDSHAKES = 128
 _REMEMBERED = 256
 _CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of SO_PEERCRED
-_FRAME_BYTES = struct.Struct("!I")
 
 
 class RefusedConnectionError(ConfigError):
@@ -248,17 +247,19 @@ class AuthenticatedListener:
     def _report_refusal(self, peer: object, error: Exception) -> None:
         """Report a refused peer once per address, unless it closed the connection without a handshake."""
         lacks_key = isinstance(error, ssl.SSLError) and not isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError))
-        host = str(peer[0]) if isinstance(peer, tuple) else "another user"
-        if not (lacks_key or isinstance(error, RefusedConnectionError)) or host in self._refused:
+        if not (lacks_key or isinstance(error, RefusedConnectionError)):
             return
-        if len(self._refused) < _REMEMBERED:
+        host = str(peer[0]) if isinstance(peer, tuple) else "another user"
+        with self._lock:  # connections of one peer are refused in several threads at a time
+            if host in self._refused or len(self._refused) >= _REMEMBERED:
+                return
             self._refused.add(host)
-            reason = ": it lacks the job's key" if lacks_key else ""
-            text = f"{self._name} refused a connection from {host}{reason}"
-            if slot.current() is None:
-                print(f"gtrain: {text}", file=sys.stderr, flush=True)
-            else:
-                slot.print_line(text)
+        reason = ": it lacks the job's key" if lacks_key else ""
+        text = f"{self._name} refused a connection from {host}{reason}"
+        if slot.current() is None:
+            print(f"gtrain: {text}", file=sys.stderr, flush=True)
+        else:
+            slot.print_line(text)
 
 
 def check_user(connection: socket.socket, name: str) -> None:
@@ -291,7 +292,6 @@ def _contexts(key_file: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
             context.check_hostname = False  # all machines of a job share one certificate
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_cert_chain(f"/proc/self/fd/{memory}")
-            # The certificate is its own issuer and the only trusted one: whoever presents it knows the secret.
             context.load_verify_locations(cadata=certificate[certificate.index(b"-----BEGIN CERT") :].decode())
     finally:
         os.close(memory)
@@ -346,31 +346,3 @@ def receive_into(connection: socket.socket, view: memoryview, on_progress: Calla
         at += count
         if on_progress is not None:
             on_progress()
-
-
-def receive_exactly(connection: socket.socket, size: int) -> bytearray:
-    """Receive this number of bytes; see :func:`receive_into`."""
-    content = bytearray(size)
-    receive_into(connection, memoryview(content))
-    return content
-
-
-def send_frame(connection: socket.socket, content: bytes) -> None:
-    """Send a frame: the number of its bytes, and these bytes."""
-    connection.sendall(_FRAME_BYTES.pack(len(content)) + content)
-
-
-def receive_frame(connection: socket.socket, limit: int) -> bytearray:
-    """Receive the bytes of a frame.
-
-    Args:
-        connection: the connection.
-        limit: the most bytes to accept.
-
-    Raises:
-        ConnectionError: the frame is larger, or the connection was closed.
-    """
-    (size,) = _FRAME_BYTES.unpack(receive_exactly(connection, _FRAME_BYTES.size))
-    if size > limit:
-        raise ConnectionAbortedError(f"a frame of {size} bytes; the limit is {limit}")
-    return receive_exactly(connection, size)
