@@ -124,6 +124,10 @@ class FailureDetector:
         # Members could not be heard in that time, whether they sent heartbeats or not.
         self._heard = {name: heard + seconds for name, heard in self._heard.items()}
 
+    def knows(self, name: str) -> bool:
+        """Return whether a member has joined."""
+        return name in self._heard
+
     def watches(self, name: str) -> bool:
         """Return whether the end of a member's process is noticed at once."""
         return name in self._processes

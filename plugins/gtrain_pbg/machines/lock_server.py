@@ -24,7 +24,14 @@ from gtrain.wire import Caller, Message
 from gtrain_pbg.buckets import bucket_order
 from gtrain_pbg.config import EACH, PBGConfig
 from gtrain_pbg.edges import mixed
-from gtrain_pbg.machines.heartbeat import ENDED, REPORT_SECONDS, FailureDetector, is_rank, pid_namespace
+from gtrain_pbg.machines.heartbeat import (
+    ENDED,
+    REPORT_SECONDS,
+    FailureDetector,
+    is_rank,
+    next_report,
+    pid_namespace,
+)
 from gtrain_pbg.machines.members import DeferredReplies, JobEndedError, Membership, Reply
 from gtrain_pbg.machines.scheduler import BucketScheduler
 
@@ -88,7 +95,9 @@ class LockServer:
         self._holding: set[int] | None = None  # parameter servers that store parameters; None: not yet known
         self._unreported: list[str] = []  # losses, reported once it is certain that the job is not over
         self._joined: set[int] = set()  # ranks that are not restarted if they die
-        self._lost_servers: list[str] = []  # servers without which the job continues
+        self._missing: list[str] = []  # lost servers that the job goes on without
+        self._absent_since: float | None = None  # others wait for ranks that have not joined
+        self._absence_report_at = REPORT_SECONDS
         saved = state.load() if state is not None else b""
         if saved:
             self._restore(msgpack.unpackb(saved, strict_map_key=False, use_list=False))
@@ -133,10 +142,10 @@ class LockServer:
             "numbers": [self.round, self._number],
             "turns": self._requests,
             "granted": self._granted,
-            "started": sorted(self._started),
+            "begun": sorted(self._started),
             "ended": self._ended,
             "holding": None if self._holding is None else sorted(self._holding),
-            "lost_servers": self._lost_servers,
+            "missing": self._missing,
             "stay": sorted(self._joined),
         }
 
@@ -144,8 +153,8 @@ class LockServer:
         self.members.restore(msgpack.unpackb(saved["members"], strict_map_key=False))
         self._detector.restore(saved["detector"])
         self.round, self._number = saved["numbers"]
-        self._requests, self._granted, self._started = saved["turns"], saved["granted"], set(saved["started"])
-        self._ended, self._lost_servers = saved["ended"], list(saved["lost_servers"])
+        self._requests, self._granted, self._started = saved["turns"], saved["granted"], set(saved["begun"])
+        self._ended, self._missing = saved["ended"], list(saved["missing"])
         self._joined = set(saved["stay"])
         self._holding = None if saved["holding"] is None else set(saved["holding"])
         if saved["scheduler"] is not None:
@@ -167,9 +176,9 @@ class LockServer:
             self._joined.add(rank)
 
     def beat(self, message: Message, rank: int) -> Message:
-        """Record the heartbeat of a rank. The reply has ``lost_servers``: those without which the job continues."""
+        """Record the heartbeat of a rank. The reply has ``missing``: lost servers that the job goes on without."""
         self._detector.beat(f"rank {rank}")
-        return Message({"lost_servers": self._lost_servers})
+        return Message({"missing": self._missing})
 
     def serve(self, message: Message, caller: Caller) -> None:
         """Add a server, perhaps a restarted one. Fields: as for :meth:`join`."""
@@ -209,6 +218,7 @@ class LockServer:
         with self._lock:
             if self._settings.lease_seconds > REPORT_SECONDS:
                 self._report_silence()
+            self._report_absence()
             lost = self._detector.find_lost()
             waited_for = {name for name in lost if self._is_waited_for(name)}
             for name, how in lost.items():
@@ -242,6 +252,20 @@ class LockServer:
         if back:
             self._report(f"heartbeats from {', '.join(map(self._name_of, back))} again")
 
+    def _report_absence(self) -> None:
+        """Name ranks that have not joined, while others wait for them."""
+        absent = [rank for rank in sorted(self.members.awaited()) if not self._detector.knows(f"rank {rank}")]
+        if not absent or self._ended:
+            self._absent_since, self._absence_report_at = None, REPORT_SECONDS
+            return
+        now = self._clock()
+        self._absent_since = now if self._absent_since is None else self._absent_since
+        seconds = now - self._absent_since
+        if seconds >= self._absence_report_at:
+            self._absence_report_at = next_report(seconds)
+            for rank in absent:
+                self._report_waiting(f"{self._name_of(f'rank {rank}')} to come", seconds, "")
+
     @property
     def _patience(self) -> float:
         return max(self._settings.lease_seconds, self._settings.timeout_seconds)
@@ -270,7 +294,7 @@ class LockServer:
             self._end(f"{name} is lost: it {how}{data}; resume from the last checkpoint (ckpt_path=last)")
             return
         print(f"the job goes on without {name}, which stored nothing: it {how}", flush=True)
-        self._lost_servers.append(name)
+        self._missing.append(name)
 
     def _lose_machine(self, machine: int, reason: str) -> None:
         if machine in self.members.lost:

@@ -61,6 +61,10 @@ class Membership:
         """Return the ranks of a machine."""
         return range(machine * self._devices, (machine + 1) * self._devices)
 
+    def awaited(self) -> set[int]:
+        """Return the ranks that the others wait for in a collective."""
+        return {rank for collective in self._pending.values() for rank in self._alive - collective.waiting.keys()}
+
     def check(self, rank: int) -> None:
         """Refuse a rank that was declared lost: other machines do its work by now.
 

@@ -498,6 +498,35 @@ def test_who_is_silent_is_waited_for_where_its_process_is_there_and_the_job_need
         ask(server, "beat", 0)
 
 
+def test_ranks_that_have_not_come_are_named_while_others_wait_for_them() -> None:
+    now, said = [0.0], list[str]()
+    settings = PBGConfig(name="pbg", num_partitions=4, lease_seconds=30.0)
+    server = LockServer(settings, 3, 1, lambda: now[0], tell=said.append, tell_waiting=say_waiting_to(said))
+
+    def check_at(seconds: float) -> list[str]:
+        now[0] = seconds
+        for rank in joined:
+            ask(server, "beat", rank)
+        said.clear()
+        server.check_members()
+        return list(said)
+
+    joined = [0]
+    ask(server, "join", 0, place="elsewhere", pid=0)
+    assert check_at(20.0) == check_at(40.0) == []  # nobody waits for them
+    ask(server, "meet", 0, number=1, value=None)
+    assert check_at(41.0) == check_at(50.0) == []
+    both = [f"waiting for rank {rank} (machine {rank}) to come, {{}} s" for rank in (1, 2)]
+    assert check_at(51.0) == [line.format(10) for line in both]
+    ask(server, "join", 1, place="elsewhere", pid=0)
+    joined.append(1)
+    assert check_at(60.0) == check_at(70.9) == []  # rank 1 has come, though not to the collective yet
+    assert check_at(71.0) == [both[1].format(30)]
+    ask(server, "join", 2, place="elsewhere", pid=0)
+    joined.append(2)
+    assert check_at(100.0) == []
+
+
 @pytest.mark.parametrize(
     ("holding", "servers", "policy", "why"),
     [
@@ -520,7 +549,7 @@ def test_a_machine_is_missed_only_where_nothing_is_lost_with_it(
     ask(server, "begin", 0, **{**BEGIN, "holding": holding})
     now[0] = 8.0
     for rank in (0, 1):
-        assert ask(server, "beat", rank).fields == {"lost_servers": []}  # type: ignore[attr-defined]
+        assert ask(server, "beat", rank).fields == {"missing": []}  # type: ignore[attr-defined]
     server.methods()["pulse"](Message({}), Caller("parameter 0", 1, 1))
     now[0] = 11.0  # machine 1, with ranks 2 and 3, was silent
     server.check_members()
@@ -528,7 +557,7 @@ def test_a_machine_is_missed_only_where_nothing_is_lost_with_it(
         with pytest.raises(JobEndedError, match=why):
             ask(server, "beat", 0)
     else:
-        assert ask(server, "beat", 0).fields == {"lost_servers": ["parameter 1"]}  # type: ignore[attr-defined]
+        assert ask(server, "beat", 0).fields == {"missing": ["parameter 1"]}  # type: ignore[attr-defined]
         assert list(server.members.lost) == [1]
 
 
