@@ -48,7 +48,8 @@ def test_who_lacks_the_key_is_refused_at_once_and_the_job_goes_on(tmp_path: Path
         assert stranger.returncode == 1 and "Traceback" not in stranger.stderr
         assert "has another key, or only one of both has a key" in stranger.stderr
         assert "HINT: give all processes of the job the same cluster.key_file." in stranger.stderr
-    assert "the job's key-value store refused a connection from 127.0.0.1: it lacks the job's key" in first.errors()
+    refused = "the job's key-value store refused a connection from 127.0.0.1: it lacks the job's key"
+    until(lambda: refused in first.errors(), tmp_path)
     second = machine(1, port, "cluster.key_file=job.key", cwd=tmp_path).end()
     done = first.end()
     assert (done.returncode, second.returncode) == (0, 0), done.stderr + second.stderr
