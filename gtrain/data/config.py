@@ -50,7 +50,7 @@ class DataConfig(DataSettings):
     partitioner: str = setting(
         "auto",
         "how the graph is partitioned, see [partitioners](data.md#partitioners)",
-        words=("auto", "metis", "random", "file", "ldg", "fennel"),
+        words=("auto", "metis", "kaminpar", "random", "file", "ldg", "fennel"),
     )
     partition_path: str | None = setting(
         None, "the part of each node, for `data.partitioner=file`: `.npy`, or text with one integer per node"

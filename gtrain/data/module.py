@@ -9,6 +9,7 @@ import json
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args
 
@@ -23,13 +24,23 @@ from gtrain.data.prepare.split import SplitOptions
 from gtrain.data.prepare.validate import weight_facts
 from gtrain.data.schema import DataSchema, move_unpartitioned
 from gtrain.errors import ConfigError, DataError, GtrainError, negative_weight, zero_weights
-from gtrain.graph.partition import AUTO, installed_method, metis
+from gtrain.graph.partition import (
+    AUTO,
+    ORDERING,
+    adjacency_of,
+    check_installed,
+    choose_method,
+    explain_choice,
+    needs_adjacency,
+    possible_methods,
+)
 from gtrain.graph.partition.metis import GROUP_NODES
 from gtrain.graph.sampling.options import checked_fan_out
 from gtrain.graph.store import Store
 from gtrain.graph.store.lock import ensure_store
 from gtrain.graph.store.manifest import FORMAT, READABLE
 from gtrain.graph.store.replica import RemoteFolder, Replica
+from gtrain.graph.store.tables import tables_of
 from gtrain.graph.store.writer import write_store
 from gtrain.settings import as_typed, build_settings, parameters, part, signature_of
 
@@ -215,7 +226,18 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         that is still readable is used."""
         if self._given is not None:
             return self._given.path
-        source = self._source()
+        # One part is the same by any method.
+        methods = possible_methods(self.partitioner)[: 1 if self.num_parts == 1 else None]
+        paths = {method: self._path_of(method) for method in methods}
+        stored = next((path for path in paths.values() if path.exists()), None)
+        if len(paths) == 1 or stored is None:
+            return paths[methods[0]]
+        # Which of the methods is meant depends on the size of the graph, which a store of any of them knows.
+        return paths[choose_method(self.partitioner, Store.open(stored).num_edges)]
+
+    def _path_of(self, method: str) -> Path:
+        """Return the folder of the store that a method makes."""
+        source = self._source(method)
         texts = [json.dumps({**source, "format": number}, sort_keys=True, default=str) for number in READABLE]
         digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
         paths = [self.store / f"{self.name}-{self.num_parts}parts-{digest}" for digest in digests]
@@ -285,7 +307,8 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
             if self.has_store:
                 return
             # the first call logs, repeated ones do not
-            ensure_store(self.store_path, self._create, log.debug if self._prepared else log.info)
+            path = self.store_path
+            ensure_store(path, partial(self._create, path), log.debug if self._prepared else log.info)
         except OSError as err:
             name = f"{err.filename}: {err.strerror}" if err.filename else str(err).splitlines()[0]
             raise DataError(
@@ -421,13 +444,13 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         settings = (self.batch_size, self.num_neighbors, shuffle, self.seed)
         return SeedLoader(store, split, *settings, task=self.task, sampling=self.sampling)
 
-    def _source(self) -> dict[str, Any]:
-        """Return all that the contents of the store depend on."""
+    def _source(self, method: str) -> dict[str, Any]:
+        """Return all that the contents of the store depend on, if a method partitions the graph."""
         partition: dict[str, Any] = {
             "num_parts": self.num_parts,
-            "partitioner": self._method,
+            "partitioner": method,
             **({"seed": self.seed} if self.partition_path is None else {"file": file_stamp(Path(self.partition_path))}),
-            **({"group_nodes": GROUP_NODES} if self._groups_nodes else {}),
+            **({"group_nodes": GROUP_NODES} if self._groups_nodes(method) else {}),
         }
         common = {"format": FORMAT, "graph": self.identity(), "partition": partition}
         return {**self._options(), **common}
@@ -445,33 +468,30 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
             "target": self.target,
         }
 
-    @property
-    def _method(self) -> str:
-        return installed_method(self.partitioner)
-
-    @property
-    def _groups_nodes(self) -> bool:
+    def _groups_nodes(self, method: str) -> bool:
         """Whether neighbours get nearby numbers within a part; edge buckets need the source data's order."""
-        return self._method == "metis" and self.num_parts > 1 and not self.edge_buckets
+        return method in ORDERING and self.num_parts > 1 and not self.edge_buckets
 
     @property
     def _no_label(self) -> int | None:
         """The value in ``y``, as :meth:`read` returns it, of nodes without a label; None: every node has one."""
         return self.unlabelled
 
-    def _create(self) -> Store:
+    def _create(self, path: Path) -> Store:
+        """Create the store; ``path`` is :attr:`store_path` before the graph was read, whose lock this process holds."""
+        if self.store_path != path and self.store_path.exists():
+            return self.open_store()  # made by the process that held the lock before
         if self.run_in_child is None:
-            return self._build()
+            return self._build(path)
         builder = copy.copy(self)
         # Set, since without the trainer there would be 1 part.
         builder.trainer, builder._num_parts, builder.run_in_child = None, self.num_parts, None
-        self.preparation_memory = self.run_in_child(builder._build)
+        self.preparation_memory = self.run_in_child(partial(builder._build, path))
         return Store.open(self.store_path)
 
-    def _build(self) -> Store:
-        path, num_parts, method = self.store_path, self.num_parts, self._method
-        if num_parts > 1 and method == "metis":
-            metis.check_available()
+    def _build(self, locked: Path) -> Store:
+        if self.num_parts > 1:
+            check_installed(self.partitioner)
         log.info("reading %s", self.name)
         graph = self.read()
         options = (self._no_label, self.num_classes, self.normalize_features, self.origin)
@@ -483,23 +503,36 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
             demand = self.zero_demand(self) if callable(self.zero_demand) else self.zero_demand
             if demand is not None:
                 raise zero_weights(self.origin, demand)
-        log.info("partitioning %s into %d (%s)", describe(graph), num_parts, method)
         if numbering := self.numbering():
             facts["numbering"] = numbering
-        assignment = self.assignment()
+        num_edges = sum(table.num_edges for table in tables_of(graph).edges)
+        method = choose_method(self.partitioner, num_edges if self.num_parts > 1 else 0)
+        path = self._path_of(method)
+        write = partial(self._write, path, graph, facts, method, num_edges)
+        return write() if path == locked else ensure_store(path, write, log.info)
+
+    def _write(self, path: Path, graph: Graph, facts: dict[str, Any], method: str, num_edges: int) -> Store:
+        """Partition the graph and write the store."""
+        num_parts, assignment = self.num_parts, self.assignment()
+        automatic = assignment is None and num_parts > 1 and self.partitioner == AUTO
+        reason = f": {explain_choice(num_edges)}" if automatic else ""
+        log.info("partitioning %s into %d (%s%s)", describe(graph), num_parts, method, reason)
+        adjacency = adjacency_of(graph) if num_parts > 1 and needs_adjacency(method, num_edges) else None
         if assignment is None:
-            if num_parts > 1 and self.partitioner == AUTO and method != "metis":
-                log.warning("pymetis is not installed: data.partitioner=%s instead, which may cut more edges", method)
-            assignment = cut(graph, num_parts, method, self.seed, self.partition_path)
+            assignment = cut(graph, num_parts, method, self.seed, self.partition_path, adjacency)
         if isinstance(assignment, Tensor):
             assignment = move_unpartitioned(assignment, facts)
+        groups = None
+        if self._groups_nodes(method):
+            groups = group(graph, assignment, num_parts, self.seed, adjacency)
+        del adjacency  # as large as the edges
         store = write_store(
             path,
             graph,
             assignment,
             num_parts,
-            groups=group(graph, assignment, num_parts, self.seed) if self._groups_nodes else None,
-            source=self._source(),
+            groups=groups,
+            source=self._source(method),
             facts=facts,
             partitioner=method,
             seed=self.seed,

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-METIS = "pymetis"
+METIS, KAMINPAR = "pymetis", "kaminpar"
 MODULES = (
     "numpy",
     "torch",
@@ -23,6 +23,7 @@ MODULES = (
     "numba",
     "pyarrow",
     METIS,
+    KAMINPAR,
     "zmq",
     "msgpack",
     "rich",
@@ -64,8 +65,8 @@ def read(lines: str, failure: str) -> dict[str, dict[str, Any]]:
 def main() -> None:
     """Run every step; the entry point of the child process."""
     for name in MODULES:
-        if name == METIS and importlib.util.find_spec(name) is None:
-            # Optional, because METIS is not built for every platform.
+        if name in (METIS, KAMINPAR) and importlib.util.find_spec(name) is None:
+            # Optional, because they are not built for every platform and release of Python.
             continue
         _step(f"import {name}", lambda name=name: getattr(importlib.import_module(name), "__version__", None))  # type: ignore[misc]
     _step("gpus", _gpus)

@@ -11,7 +11,7 @@ from typing import Any
 from gtrain import backends
 from gtrain.doctor import machine, packages, probe
 from gtrain.doctor.machine import PINNING_VARIABLES, THREAD_VARIABLES
-from gtrain.doctor.probe import METIS
+from gtrain.doctor.probe import KAMINPAR, METIS
 from gtrain.errors import ConfigError
 from gtrain.messages import did_you_mean
 
@@ -207,11 +207,20 @@ def _packages(facts: dict[str, Any]) -> Iterator[Finding]:
         if state["installed"] is not None:
             message = f"{name} {state['installed']} is installed; gtrain needs {state['needed']}."
         elif name == METIS:
-            message = f"{name} is not installed: data.partitioner=auto is ldg, and data.partitioner=metis is refused."
+            other = facts["dependencies"].get(KAMINPAR, {"installed": None})["installed"]
+            method = "ldg" if other is None else "kaminpar"
+            message = (
+                f"{name} is not installed: data.partitioner=auto is {method}, and data.partitioner=metis is refused."
+            )
+        elif name == KAMINPAR:
+            message = (
+                f"{name} is not installed: partitioning large graphs takes several times longer, and "
+                "data.partitioner=kaminpar is refused."
+            )
         else:
             message = f"{name} is not installed."
         bound = "" if state["needed"] == "any" else state["needed"]
-        essential = state["installed"] is None and name != METIS
+        essential = state["installed"] is None and name not in (METIS, KAMINPAR)
         yield Finding(message, f'pip install "{name}{bound}".', essential)
 
 

@@ -18,10 +18,10 @@ from gtrain.data.prepare.split_edges import drop_held_out, split_edges
 from gtrain.data.prepare.validate import check_distinct, labelled_nodes, validate_graph
 from gtrain.errors import ConfigError
 from gtrain.graph import partition as partitions
-from gtrain.graph.partition.metis import group_nodes
+from gtrain.graph.partition.adjacency import Adjacency
 from gtrain.graph.store.files import chunks
 from gtrain.graph.store.manifest import NODE_TYPE
-from gtrain.graph.store.tables import Array, EdgeArrays, Graph, csr_tensor
+from gtrain.graph.store.tables import EdgeArrays, Graph, csr_tensor
 
 log = logging.getLogger("gtrain")
 TIME = "edge_time"
@@ -195,7 +195,9 @@ def _prepare_nodes(graph: Data | HeteroData, options: Preparation) -> dict[str, 
     return facts
 
 
-def cut(graph: Graph, num_parts: int, method: str, seed: int, path: str | None) -> Tensor | dict[str, Tensor]:
+def cut(
+    graph: Graph, num_parts: int, method: str, seed: int, path: str | None, adjacency: Adjacency | None = None
+) -> Tensor | dict[str, Tensor]:
     """Assign each node to a part, by node type in a heterogeneous graph; see :mod:`gtrain.graph.partition`."""
     if isinstance(graph, HeteroData):
         if path is not None:
@@ -203,41 +205,37 @@ def cut(graph: Graph, num_parts: int, method: str, seed: int, path: str | None) 
                 f"data.partition_path={path} assigns the nodes of one type, and the graph has several",
                 hint="choose another data.partitioner",
             )
-        return partitions.partition_hetero(graph, num_parts, method, seed=seed)
-    edges, num_nodes, mask = _edges_and_mask(graph)
+        return partitions.partition_hetero(graph, num_parts, method, seed=seed, adjacency=adjacency)
     return partitions.partition_nodes(
-        edges,
-        num_nodes,
+        partitions.edges_of(graph),
+        int(graph.num_nodes or 0),
         num_parts,
         method,
         seed=seed,
-        train_mask=mask,
+        train_mask=_train_mask(graph),
         assignment=partitions.read_assignment(path) if path is not None else None,
         origin=f"data.partition_path={path}",
+        adjacency=adjacency,
     )
 
 
 def group(
-    graph: Graph, assignment: Tensor | Mapping[str, Tensor], num_parts: int, seed: int
+    graph: Graph,
+    assignment: Tensor | Mapping[str, Tensor],
+    num_parts: int,
+    seed: int,
+    adjacency: Adjacency | None = None,
 ) -> dict[str, NDArray[Any]] | None:
-    """Cluster each part's nodes into locality groups; see :func:`gtrain.graph.partition.metis.group_nodes`."""
-    if isinstance(graph, HeteroData):
-        assert isinstance(assignment, Mapping)
-        return partitions.group_hetero(graph, assignment, num_parts, seed=seed)
-    assert isinstance(assignment, Tensor)
-    edges, _, _ = _edges_and_mask(graph)
-    source, target = edges.numpy() if isinstance(edges, Tensor) else edges
-    groups = group_nodes(source, target, assignment.numpy(), num_parts, seed=seed)
-    return None if groups is None else {NODE_TYPE: groups}
+    """Order the nodes of each part so that neighbours are near; see :func:`gtrain.graph.partition.group_nodes`."""
+    by_type = {NODE_TYPE: assignment} if isinstance(assignment, Tensor) else assignment
+    return partitions.group_nodes(graph, by_type, num_parts, seed=seed, adjacency=adjacency)
 
 
-def _edges_and_mask(graph: Data | EdgeArrays) -> tuple[Tensor | tuple[Array, Array], int, Tensor | None]:
+def _train_mask(graph: Data | EdgeArrays) -> Tensor | None:
     if isinstance(graph, EdgeArrays):
         mask = graph.node_tensors.get("train_mask")
-        # Not copied: they may be larger than memory.
-        edges = (graph.source, graph.target)
-        return edges, graph.num_nodes, None if mask is None else torch.as_tensor(mask)
-    return graph.edge_index, int(graph.num_nodes or 0), graph.train_mask if "train_mask" in graph else None
+        return None if mask is None else torch.as_tensor(mask)
+    return graph.train_mask if "train_mask" in graph else None
 
 
 def describe(graph: Graph) -> str:

@@ -1,30 +1,45 @@
-"""Partitioning methods: METIS, streaming (LDG, Fennel), random, and assignments from a file."""
+"""Partitioning methods: METIS, KaMinPar, streaming (LDG, Fennel), random, and assignments from a file."""
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch_geometric.data import HeteroData
+from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.partition import metis
-from gtrain.graph.partition.metis import group_nodes
+from gtrain.graph.partition import kaminpar, metis
+from gtrain.graph.partition.adjacency import Adjacency, node_weights
+from gtrain.graph.partition.clusters import locality_order
 from gtrain.graph.store.csc import EdgeView, SortedColumns
+from gtrain.graph.store.tables import EdgeArrays
 
-METHODS = ("metis", "random", "file", "ldg", "fennel")
+METHODS = ("metis", "kaminpar", "random", "file", "ldg", "fennel")
 
 AUTO = "auto"
-"""``metis`` if pymetis is installed, else ``ldg``; see :func:`installed_method`."""
+"""The method that suits the size of the graph, of those that are installed; see :func:`choose_method`."""
+
+LARGE_EDGES = 4_000_000
+"""Number of edges from which :data:`AUTO` is ``kaminpar``: METIS takes ten times longer by then."""
+
+log = logging.getLogger("gtrain")
 
 STREAMING = ("ldg", "fennel")
 """Methods for graphs whose edges do not fit in memory."""
+
+ORDERING = ("metis", "kaminpar")
+"""Methods after which neighbours get nearby numbers within a part."""
+
+UNEVEN = 1.1
+"""A part's largest multiple of its share, beyond which METIS is tried besides KaMinPar."""
 
 SLACK = 0.05
 """Fraction by which a part may exceed its share of a group."""
@@ -35,9 +50,48 @@ PASSES = 5
 Ints = NDArray[np.int64]
 
 
-def installed_method(method: str) -> str:
-    """Resolve :data:`AUTO` to a method that is installed on this machine; return other methods unchanged."""
-    return method if method != AUTO else "metis" if metis.available() else "ldg"
+def possible_methods(method: str) -> tuple[str, ...]:
+    """Return the methods that a setting may mean on this machine: first that of small graphs, last that of large ones.
+
+    :data:`AUTO` means ``metis`` and ``kaminpar``, as far as they are installed, or else ``ldg``.
+    """
+    if method != AUTO:
+        return (method,)
+    installed = {"metis": metis.available(), "kaminpar": kaminpar.available()}
+    return tuple(name for name, present in installed.items() if present) or ("ldg",)
+
+
+def choose_method(method: str, num_edges: int) -> str:
+    """Return the method that a setting means for a graph; see :func:`possible_methods`."""
+    return possible_methods(method)[-1 if num_edges >= LARGE_EDGES else 0]
+
+
+def check_installed(method: str) -> None:
+    """Raise a ConfigError if a method needs a package that is not installed."""
+    for name, module in (("metis", metis), ("kaminpar", kaminpar)):
+        if method == name:
+            module.check_available()
+
+
+def needs_adjacency(method: str, num_edges: int) -> bool:
+    """Return whether a method partitions and orders the nodes by :func:`adjacency_of` the graph.
+
+    ``metis`` makes the graph itself, and METIS orders the nodes, if the graph is small.
+    """
+    return method == "kaminpar" or (method == "metis" and num_edges >= LARGE_EDGES)
+
+
+def explain_choice(num_edges: int) -> str:
+    """Return why :data:`AUTO` is the method that :func:`choose_method` returns, in one clause."""
+    size = f"{'at least' if num_edges >= LARGE_EDGES else 'fewer than'} {LARGE_EDGES:,} edges"
+    possible = possible_methods(AUTO)
+    if len(possible) == 2:
+        return f"data.partitioner=auto for {size}"
+    if possible == ("metis",) and num_edges >= LARGE_EDGES:
+        return f"data.partitioner=auto; for {size} kaminpar would be faster, and is not installed"
+    if possible == ("ldg",):
+        return "data.partitioner=auto; pymetis and kaminpar, which cut fewer edges, are not installed"
+    return "data.partitioner=auto, of what is installed"
 
 
 def partition_nodes(
@@ -50,6 +104,7 @@ def partition_nodes(
     train_mask: Tensor | None = None,
     assignment: Tensor | None = None,
     origin: str = "the partition file",
+    adjacency: Adjacency | None = None,
 ) -> Tensor:
     """Assign each node to a part; every part gets at least one node.
 
@@ -57,13 +112,14 @@ def partition_nodes(
         edge_index: directed edges: row 0 the sources, row 1 the targets; or two arrays, which may be memory maps.
         num_nodes: N, number of nodes.
         num_parts: P, number of parts.
-        method: ``metis`` (few cut edges, balanced work), ``ldg`` or ``fennel`` (the same goal by streaming, with less
-            memory; see :func:`stream_partition`), ``random`` (sizes differ by at most one) or ``file`` (the caller's
-            ``assignment``).
+        method: ``metis`` or ``kaminpar`` (few cut edges, balanced work), ``ldg`` or ``fennel`` (the same goal by
+            streaming, with less memory; see :func:`stream_partition`), ``random`` (sizes differ by at most one) or
+            ``file`` (the caller's ``assignment``).
         seed: seed of the method.
-        train_mask: nodes of the train split, which ``metis``, ``ldg`` and ``fennel`` balance too; None without a split.
+        train_mask: nodes of the train split, which are balanced too, except by ``random``; None without a split.
         assignment: the part of each node, for ``file`` only.
         origin: source of the assignment, for messages.
+        adjacency: the symmetric graph, if the caller has it: ``metis`` and ``kaminpar`` then do not make it.
 
     Shapes:
         edge_index ``[2, E]`` int64 or two of ``[E]`` int32 or int64, train_mask ``[N]`` bool, assignment ``[N]``
@@ -85,7 +141,8 @@ def partition_nodes(
     if method == "random" or not len(source):
         return _random(num_nodes, num_parts, seed)
     train = None if train_mask is None else train_mask.numpy().astype(bool)
-    parts = _cut(source, target, num_nodes, num_parts, method, seed, train, train)
+    edges = _Edges(source, target, num_nodes, adjacency)
+    parts = _cut(edges, num_parts, method, seed, train, train)
     return torch.from_numpy(_fill_empty(parts, num_parts))
 
 
@@ -97,12 +154,13 @@ def partition_hetero(
     seed: int = 0,
     assignment: Mapping[str, Tensor] | None = None,
     origin: str = "the partition file",
+    adjacency: Adjacency | None = None,
 ) -> dict[str, Tensor]:
     """Assign each node of a heterogeneous graph to a part; every part gets at least one node of some type.
 
-    ``metis``, ``ldg`` and ``fennel`` cut the graph with the nodes and edges of all types. METIS balances the sum of
-    nodes, in-edges and training nodes over all types; ``ldg`` and ``fennel`` balance each node type, and its training
-    nodes, separately; ``random`` balances each node type.
+    ``metis``, ``kaminpar``, ``ldg`` and ``fennel`` cut the graph with the nodes and edges of all types. The former two
+    balance the sum of nodes, in-edges and training nodes over all types; ``ldg`` and ``fennel`` balance each node type,
+    and its training nodes, separately; ``random`` balances each node type.
 
     Args:
         data: the graph; nodes in the ``train_mask`` of a node type are balanced.
@@ -111,6 +169,7 @@ def partition_hetero(
         seed: seed of the method.
         assignment: the part of each node by node type, for ``file`` only.
         origin: source of the assignment, for messages.
+        adjacency: see :func:`partition_nodes`; the nodes of all types are numbered in the order of the types.
 
     Returns:
         The part of each node by node type, ``[N_type]`` int64. A part may have no node of some type.
@@ -133,23 +192,64 @@ def partition_hetero(
     else:
         train = np.concatenate([_train_mask(data, kind, size) for kind, size in sizes.items()])
         group = np.repeat(np.arange(len(sizes)), list(sizes.values())) * 2 + train
-        parts = _fill_empty(_cut(source, target, num_nodes, num_parts, method, seed, train, group), num_parts)
+        edges = _Edges(source, target, num_nodes, adjacency)
+        parts = _fill_empty(_cut(edges, num_parts, method, seed, train, group), num_parts)
     return {kind: torch.from_numpy(parts[first[kind] :][:size].copy()) for kind, size in sizes.items()}
 
 
-def group_hetero(
-    data: HeteroData, assignment: Mapping[str, Tensor], num_parts: int, *, seed: int = 0
+def adjacency_of(graph: Data | HeteroData | EdgeArrays) -> Adjacency:
+    """Return the symmetric graph under the edges of all types, with the nodes in the order of their types."""
+    if not isinstance(graph, HeteroData):
+        return Adjacency.of(*edges_of(graph), int(graph.num_nodes or 0))
+    first = _first_ids({kind: int(graph[kind].num_nodes or 0) for kind in graph.node_types})
+    num_nodes = sum(int(graph[kind].num_nodes or 0) for kind in graph.node_types)
+    return Adjacency.of(*_joined_edges(graph, first), num_nodes)
+
+
+def edges_of(graph: Data | EdgeArrays) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the sources and the targets of a graph with one type of edges; not copied, they may be memory maps."""
+    if isinstance(graph, EdgeArrays):
+        return graph.source, graph.target
+    source, target = graph.edge_index.numpy()
+    return source, target
+
+
+def group_nodes(
+    graph: Data | HeteroData | EdgeArrays,
+    assignment: Mapping[str, Tensor],
+    num_parts: int,
+    *,
+    seed: int = 0,
+    adjacency: Adjacency | None = None,
 ) -> dict[str, NDArray[Any]] | None:
-    """Cluster each part's nodes of all types into locality groups; see :func:`.metis.group_nodes`.
+    """Order the nodes of each part so that neighbours of all types are near each other.
+
+    With ``adjacency`` by :func:`.clusters.locality_order`, which takes seconds for millions of nodes; without by METIS,
+    see :func:`.metis.group_nodes`.
+
+    Args:
+        graph: the graph.
+        assignment: the part of each node by node type, ``[N_type]``.
+        num_parts: P.
+        seed: seed of METIS.
+        adjacency: the symmetric graph, see :func:`adjacency_of`.
 
     Returns:
-        The group of each node within its part by node type, ``[N_type]``; None if the parts are too small.
+        Numbers that order the nodes of a part, by node type, ``[N_type]``; equal numbers leave the order of the source
+        data. None if the parts are too small.
     """
-    sizes = {kind: int(data[kind].num_nodes or 0) for kind in data.node_types}
+    kinds = graph.node_types if isinstance(graph, HeteroData) else list(assignment)
+    sizes = {kind: assignment[kind].numel() for kind in kinds}
+    parts = np.concatenate([assignment[kind].numpy() for kind in kinds])
+    if adjacency is not None:
+        groups = locality_order(adjacency, parts, num_parts)
+    else:
+        source, target = _joined_edges(graph, _first_ids(sizes)) if isinstance(graph, HeteroData) else edges_of(graph)
+        groups = metis.group_nodes(source, target, parts, num_parts, seed=seed)
+    if groups is None:
+        return None
     first = _first_ids(sizes)
-    parts = np.concatenate([assignment[kind].numpy() for kind in sizes])
-    groups = group_nodes(*_joined_edges(data, first), parts, num_parts, seed=seed)
-    return None if groups is None else {kind: groups[first[kind] :][:size] for kind, size in sizes.items()}
+    return {kind: groups[first[kind] :][:size] for kind, size in sizes.items()}
 
 
 def read_assignment(path: str | Path) -> Tensor:
@@ -232,10 +332,21 @@ def _check(num_nodes: int, num_parts: int, method: str) -> None:
         )
 
 
+class _Edges(NamedTuple):
+    """Directed edges, and the symmetric graph under them if it is known."""
+
+    source: NDArray[Any]
+    target: NDArray[Any]
+    num_nodes: int
+    adjacency: Adjacency | None
+
+    def symmetric(self) -> Adjacency:
+        known = self.adjacency
+        return Adjacency.of(self.source, self.target, self.num_nodes) if known is None else known
+
+
 def _cut(
-    source: NDArray[Any],
-    target: NDArray[Any],
-    num_nodes: int,
+    edges: _Edges,
     num_parts: int,
     method: str,
     seed: int,
@@ -243,9 +354,38 @@ def _cut(
     group: NDArray[Any] | None,
 ) -> Ints:
     """Run a method that depends on the edges; ``group`` has the groups that the streaming methods balance."""
-    if method not in STREAMING:
-        return metis.metis_partition(source, target, num_nodes, num_parts, seed=seed, train_mask=train)
-    return stream_partition(source, target, num_nodes, num_parts, method, group=group, seed=seed)
+    source, target, num_nodes, _ = edges
+    if method in STREAMING:
+        return stream_partition(source, target, num_nodes, num_parts, method, group=group, seed=seed)
+    graph, weights = edges.symmetric(), node_weights(target, num_nodes, train)
+    if method == "metis":
+        return metis.metis_partition(graph, num_parts, weights, seed=seed)
+    parts = kaminpar.kaminpar_partition(graph, num_parts, weights, seed=seed)
+    if not metis.fits(graph) or not uneven(parts, num_parts, target, train):
+        return parts
+    log.info("KaMinPar balances nodes, edges and training nodes together, and not each of them: METIS is tried too")
+    others = metis.metis_partition(graph, num_parts, weights, seed=seed)
+    return min(parts, others, key=lambda result: max(imbalances(result, num_parts, target, train)))
+
+
+def imbalances(
+    parts: Ints, num_parts: int, target: NDArray[Any], train: NDArray[np.bool_] | None
+) -> tuple[float, float, float]:
+    """Return largest part over mean part of the nodes, the in-edges and the training nodes; 1 without any."""
+    counts = [np.bincount(members, minlength=num_parts) for members in _counted(parts, target, train)]
+    nodes, edges, trained = (float(count.max() / max(count.mean(), 1e-9)) if count.any() else 1.0 for count in counts)
+    return nodes, edges, trained
+
+
+def uneven(parts: Ints, num_parts: int, target: NDArray[Any], train: NDArray[np.bool_] | None) -> bool:
+    """Return whether a part has more than :data:`UNEVEN` times its share of something, beyond what chance explains."""
+    counts = [np.bincount(members, minlength=num_parts) for members in _counted(parts, target, train)]
+    return any(count.max() > UNEVEN * count.mean() + 3 * math.sqrt(count.mean()) for count in counts)
+
+
+def _counted(parts: Ints, target: NDArray[Any], train: NDArray[np.bool_] | None) -> tuple[Ints, Ints, Ints]:
+    """Return the parts of all nodes, of all edges, and of the training nodes."""
+    return parts, parts[target], parts[:0] if train is None else parts[train]
 
 
 def _random(num_nodes: int, num_parts: int, seed: int) -> Tensor:

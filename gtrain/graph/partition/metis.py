@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.partition.adjacency import Adjacency, node_weights
 
 try:
     import pymetis
@@ -28,6 +29,11 @@ def available() -> bool:
     return pymetis is not None
 
 
+def fits(graph: Adjacency) -> bool:
+    """Return whether METIS is installed and can count the edges of a graph."""
+    return available() and graph.adjacent.size < 2**31
+
+
 def check_available() -> None:
     """Raise a ConfigError unless pymetis is installed."""
     if not available():
@@ -38,72 +44,40 @@ def check_available() -> None:
         )
 
 
-def metis_partition(
-    source: NDArray[Any],
-    target: NDArray[Any],
-    num_nodes: int,
-    num_parts: int,
-    *,
-    seed: int = 0,
-    train_mask: NDArray[np.bool_] | None = None,
-) -> Ints:
-    """Run METIS (Karypis and Kumar 1998) on the symmetric, loop-free, simple graph under the edges.
+def metis_partition(graph: Adjacency, num_parts: int, weights: NDArray[np.int32], *, seed: int = 0) -> Ints:
+    """Run METIS (Karypis and Kumar 1998).
 
     More than :data:`FEW_PARTS` parts are cut k-way; the largest may weigh 3 % more than the mean (METIS's default).
     For fewer parts recursive bisection, which balances better, is tried too, and the result with fewer cut edges wins.
+
+    Args:
+        graph: the symmetric graph.
+        num_parts: P.
+        weights: weight of each node, ``[N]``, whose total is below 2^31.
+        seed: seed of METIS.
 
     Returns:
         The part of each node, ``[N]``; on tiny graphs a part may be empty.
 
     Raises:
         ConfigError: pymetis is not installed.
+        DataError: the graph has too many edges.
     """
     check_available()
-    starts, adjacent = _adjacency(source, target, num_nodes)
-    graph, weights = pymetis.CSRAdjacency(starts, adjacent), _weights(target, num_nodes, train_mask)
+    if not fits(graph):
+        raise DataError(
+            f"METIS counts edges in 32 bits, and the symmetric graph has {graph.adjacent.size}",
+            hint="set data.partitioner=kaminpar or ldg",
+        )
+    adjacency = pymetis.CSRAdjacency(graph.starts.astype(np.int32), graph.adjacent)
     # METIS takes a seed of 32 bits.
     options = pymetis.Options(seed=seed % 2**31)
     results = (
-        pymetis.part_graph(num_parts, graph, vweights=weights, recursive=recursive, options=options)
+        pymetis.part_graph(num_parts, adjacency, vweights=weights, recursive=recursive, options=options)
         for recursive in ((True, False) if num_parts <= FEW_PARTS else (False,))
     )
     best = min(results, key=lambda result: result.edge_cuts)
     return np.asarray(best.vertex_part, dtype=np.int64)
-
-
-def _adjacency(
-    source: NDArray[Any], target: NDArray[Any], num_nodes: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return METIS's input in CSR form: both directions of each edge once, without self-loops."""
-    no_loop = np.asarray(source != target)
-    source, target = source[no_loop].astype(np.int64), target[no_loop].astype(np.int64)
-    # One int64 key per directed edge: a single sort orders by source and finds duplicates next to each other.
-    keys = np.concatenate([source * num_nodes + target, target * num_nodes + source])
-    keys.sort()
-    if keys.size:
-        keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])]
-    if keys.size >= 2**31:
-        raise DataError(
-            f"METIS counts edges in 32 bits, and the symmetric graph has {keys.size}", hint="set data.partitioner=ldg"
-        )
-    starts = np.zeros(num_nodes + 1, dtype=np.int64)
-    np.cumsum(np.bincount(keys // num_nodes, minlength=num_nodes), out=starts[1:])
-    return starts.astype(np.int32), (keys % num_nodes).astype(np.int32)
-
-
-def _weights(target: NDArray[Any], num_nodes: int, train_mask: NDArray[np.bool_] | None) -> NDArray[np.int32]:
-    """Return METIS's weight of each node, ``[N]``: ``a + b * in_degree + c * is_train``.
-
-    The factors make the three terms equal on average over the nodes. The in-degree counts because a part stores the
-    edges that point at its nodes.
-    """
-    terms = [np.ones(num_nodes), np.bincount(target, minlength=num_nodes).astype(float)]
-    if train_mask is not None:
-        terms.append(train_mask.astype(float))
-    total = np.sum([term / term.mean() for term in terms if term.any()], axis=0)
-    # METIS sums the weights in 32 bits, so their total must stay below 2^31.
-    scale = min(100.0, 2**29 / float(total.sum()))
-    return np.maximum(1, np.rint(total * scale)).astype(np.int32)
 
 
 def group_nodes(
@@ -140,7 +114,7 @@ def group_nodes(
         inside = edges[last_edge[part - 1] if part else 0 : last_edge[part]]
         if inside.size:
             count = min(MAX_GROUPS, nodes.size // GROUP_NODES)
-            groups[nodes] = metis_partition(
-                offset[source[inside]], offset[target[inside]], nodes.size, count, seed=seed
-            )
+            ends = offset[source[inside]], offset[target[inside]]
+            weights = node_weights(ends[1], nodes.size, None)
+            groups[nodes] = metis_partition(Adjacency.of(*ends, nodes.size), count, weights, seed=seed)
     return groups

@@ -76,9 +76,12 @@ def test_compromised_releases_are_excluded() -> None:
 
 
 def test_without_wheels_nothing_is_installed() -> None:
-    """pymetis and DGL have wheels for x86-64 alone, DGL for Python 3.11 alone."""
+    """pymetis and DGL have wheels for x86-64 alone, DGL for Python 3.11 alone, kaminpar for Python before 3.14."""
     for python in PYTHONS:
         assert "pymetis" in names("x86_64", python) and "pymetis" not in names("aarch64", python)
+        for machine in ("x86_64", "aarch64"):
+            assert ("kaminpar" in names(machine, python)) == (python != "3.14")
+        assert "kaminpar" not in names("ppc64le", python)
         assert "dgl" not in names("aarch64", python, "dgl")
         assert ("dgl" in names("x86_64", python, "dgl")) == (python == "3.11")
     assert names("x86_64", "3.12") - names("aarch64", "3.12") == {"pymetis"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from torch_geometric.data import Data
 
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError, DataError, StoreError
-from gtrain.graph.partition import metis
+from gtrain.graph.partition import kaminpar, methods, metis
 from gtrain.graph.shard import load_whole
 
 
@@ -97,24 +98,59 @@ def test_own_partition(tmp_path: Path) -> None:
         Counted(partitioner="file")
 
 
-def test_without_pymetis_the_default_is_ldg(
+def test_without_pymetis_and_kaminpar_the_default_is_ldg(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger="gtrain")
     by_metis = Counted(store=str(tmp_path), num_parts=2, partitioner="metis")
     if metis.available():
         by_metis.prepare_data()
         assert Counted(store=str(tmp_path), num_parts=2).store_path == by_metis.store_path, "auto is metis"
     monkeypatch.setattr(metis, "pymetis", None)
+    monkeypatch.setattr(kaminpar, "available", lambda: False)
     module = Counted(store=str(tmp_path), num_parts=2)
     module.prepare_data()
     assert module.open_store().manifest.partition.partitioner == "ldg"
-    said = [record.getMessage() for record in caplog.records if "pymetis" in record.getMessage()]
-    assert said == ["pymetis is not installed: data.partitioner=ldg instead, which may cut more edges"]
+    (line,) = [record.getMessage() for record in caplog.records if "(ldg" in record.getMessage()]
+    assert line.endswith("(ldg: data.partitioner=auto; pymetis and kaminpar, which cut fewer edges, are not installed)")
     with pytest.raises(ConfigError, match="pip install pymetis"):
         Counted(store=str(tmp_path / "other"), num_parts=2, partitioner="metis").prepare_data()
+    with pytest.raises(ConfigError, match="pip install kaminpar"):
+        Counted(store=str(tmp_path / "other"), num_parts=2, partitioner="kaminpar").prepare_data()
     if by_metis.store_path.exists():
         by_metis.prepare_data()
         assert by_metis.open_store().manifest.partition.partitioner == "metis", "made where METIS was"
+
+
+@pytest.mark.skipif(not (metis.available() and kaminpar.available()), reason="pymetis or kaminpar is not installed")
+def test_auto_takes_the_store_of_the_method_for_the_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="gtrain")
+    small = Counted(store=str(tmp_path), num_parts=2)
+    small.prepare_data()
+    assert small.open_store().manifest.partition.partitioner == "metis"
+    edges, small_path = small.open_store().num_edges, small.store_path
+    monkeypatch.setattr(methods, "LARGE_EDGES", edges)
+    large = Counted(store=str(tmp_path), num_parts=2)
+    assert not large.store_path.exists(), "the store by METIS states the size, for which KaMinPar is meant"
+    large.prepare_data()
+    assert large.open_store().manifest.partition.partitioner == "kaminpar"
+    assert f"(kaminpar: data.partitioner=auto for at least {edges:,} edges)" in caplog.text
+    shutil.rmtree(small_path)
+    again = Counted(store=str(tmp_path), num_parts=2)
+    again.prepare_data()
+    assert (again.reads, again.store_path) == (0, large.store_path)
+    shutil.rmtree(large.store_path)
+    unknown = Counted(store=str(tmp_path), num_parts=2)
+    assert unknown.store_path == small_path, "of an unknown size"
+    unknown.prepare_data()
+    assert unknown.store_path == large.store_path and [path.name for path in tmp_path.iterdir()] == [
+        large.store_path.name
+    ]
+    one = Counted(store=str(tmp_path), num_parts=1)
+    one.prepare_data()
+    assert one.open_store().manifest.partition.partitioner == "metis", "as before: one part is the same by any method"
 
 
 def test_normalised_rows_and_published_splits(tmp_path: Path) -> None:
@@ -152,7 +188,7 @@ def test_several_labels(tmp_path: Path) -> None:
 
 
 def test_options_are_checked_at_once() -> None:
-    with pytest.raises(ConfigError, match="auto, metis, random, file"):
+    with pytest.raises(ConfigError, match="auto, metis, kaminpar, random, file"):
         Counted(partitioner="kahip")
     with pytest.raises(ConfigError, match="batch_size=0"):
         Counted(batch_size=0)

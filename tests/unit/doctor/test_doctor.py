@@ -84,6 +84,7 @@ def test_nothing_is_wrong() -> None:
         (put("packages/gtrain", None), True, "is not installed"),
         (put("packages/dependencies/torch/installed", None), True, "torch is not installed"),
         (put("packages/dependencies/pymetis", MISSING_METIS), False, "data.partitioner=auto is ldg"),
+        (put("packages/dependencies/kaminpar", MISSING_METIS), False, "data.partitioner=kaminpar is refused"),
         (put("packages/dependencies/torch/ok", False), False, "torch 2.13.0 is installed; gtrain needs ~=2.13.0"),
         (put("imports/torch", "ImportError: libgomp"), True, "import torch fails: ImportError: libgomp"),
         (put("strategies", {}), True, "no strategy is installed"),

@@ -11,10 +11,24 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.partition import installed_method, metis, partition_hetero, partition_nodes, read_assignment
+from gtrain.graph.partition import (
+    choose_method,
+    explain_choice,
+    kaminpar,
+    methods,
+    metis,
+    partition_hetero,
+    partition_nodes,
+    read_assignment,
+)
+from gtrain.graph.partition.adjacency import Adjacency
 
 needs_metis = pytest.mark.skipif(not metis.available(), reason="pymetis is not installed; ARM has no wheel of it")
 METIS = pytest.param("metis", marks=needs_metis)
+needs_kaminpar = pytest.mark.skipif(
+    not kaminpar.available(), reason="kaminpar is not installed; 3.14 has no wheel of it"
+)
+KAMINPAR = pytest.param("kaminpar", marks=needs_kaminpar)
 
 
 def ring_of_cliques(cliques: int, size: int) -> Tensor:
@@ -31,21 +45,21 @@ def cut(edges: Tensor, parts: Tensor) -> int:
     return sum(int(parts[s]) != int(parts[t]) for s, t in edges.t().tolist())
 
 
-@needs_metis
-def test_metis_finds_the_cliques() -> None:
+@pytest.mark.parametrize("method", [METIS, KAMINPAR])
+def test_cliques_stay_together(method: str) -> None:
     edges = ring_of_cliques(4, 12)
-    metis = partition_nodes(edges, 48, 4, "metis")
-    assert cut(edges, metis) == 8
-    assert metis.bincount().tolist() == [12, 12, 12, 12]
+    parts = partition_nodes(edges, 48, 4, method)
+    assert cut(edges, parts) == 8
+    assert parts.bincount().tolist() == [12, 12, 12, 12]
     assert cut(edges, partition_nodes(edges, 48, 4, "random")) > 100
 
 
-@needs_metis
-def test_metis_takes_one_way_edges_loops_and_parallel_edges() -> None:
+@pytest.mark.parametrize("method", [METIS, KAMINPAR])
+def test_one_way_edges_loops_and_parallel_edges(method: str) -> None:
     edges = ring_of_cliques(2, 10)
     one_way = edges[:, edges[0] < edges[1]]
     messy = torch.cat([one_way, one_way, torch.arange(20).repeat(2, 1)], dim=1)
-    parts = partition_nodes(messy, 20, 2, "metis")
+    parts = partition_nodes(messy, 20, 2, method)
     assert cut(edges, parts) == 4
 
 
@@ -60,16 +74,105 @@ def test_metis_balances_the_training_nodes() -> None:
     assert parts.bincount().max() <= 48
 
 
-def test_without_pymetis_its_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installation_of_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metis, "pymetis", None)
-    assert installed_method("auto") == "ldg" and installed_method("random") == "random"
-    with pytest.raises(ConfigError, match="data.partitioner=metis is set(.|\n)*pip install pymetis"):
-        partition_nodes(ring_of_cliques(2, 10), 20, 2, "metis")
-    parts = partition_nodes(ring_of_cliques(2, 10), 20, 2, installed_method("auto"))
+    monkeypatch.setattr(kaminpar, "available", lambda: False)
+    for name, package in (("metis", "pymetis"), ("kaminpar", "kaminpar")):
+        with pytest.raises(ConfigError, match=f"data.partitioner={name} is set(.|\n)*pip install {package}"):
+            partition_nodes(ring_of_cliques(2, 10), 20, 2, name)
+    parts = partition_nodes(ring_of_cliques(2, 10), 20, 2, choose_method("auto", 182))
     assert cut(ring_of_cliques(2, 10), parts) == 4
 
 
-@pytest.mark.parametrize("method", [METIS, "random"])
+@pytest.mark.parametrize(
+    ("pymetis", "with_kaminpar", "small", "large", "reason"),
+    [
+        (True, True, "metis", "kaminpar", "for at least 4,000,000 edges"),
+        (True, False, "metis", "metis", "kaminpar would be faster, and is not installed"),
+        (False, True, "kaminpar", "kaminpar", "of what is installed"),
+        (False, False, "ldg", "ldg", "which cut fewer edges, are not installed"),
+    ],
+)
+def test_auto_follows_the_size_and_what_is_installed(
+    pymetis: bool, with_kaminpar: bool, small: str, large: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metis, "available", lambda: pymetis)
+    monkeypatch.setattr(kaminpar, "available", lambda: with_kaminpar)
+    assert choose_method("auto", 3_999_999) == small and choose_method("auto", 4_000_000) == large
+    assert reason in explain_choice(4_000_000) and "kaminpar would" not in explain_choice(3_999_999)
+    assert choose_method("metis", 4_000_000) == "metis" and choose_method("random", 0) == "random"
+
+
+@needs_kaminpar
+def test_kaminpar_cuts_no_more_than_metis_and_balances() -> None:
+    source, target = planted(20_000, 8)
+    train = torch.zeros(20_000, dtype=torch.bool)
+    train[:5000] = True
+    edges = torch.from_numpy(np.stack([source, target]))
+    parts = partition_nodes(edges, 20_000, 4, "kaminpar", train_mask=train)
+    for counts in (parts.bincount(), parts[target].bincount(), parts[train].bincount()):
+        assert counts.max() <= 1.05 * counts.sum() / 4, counts
+    share = float((parts[source] != parts[target]).float().mean())
+    assert share < 0.19, share  # 0.17 with whole blocks, of which a part has two
+    if metis.available():
+        other = partition_nodes(edges, 20_000, 4, "metis", train_mask=train)
+        assert share <= 1.01 * float((other[source] != other[target]).float().mean())
+
+
+@needs_metis
+@needs_kaminpar
+def test_the_better_balanced_result_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training nodes are one of eight blocks: with the sum of nodes, edges and training nodes alone, a part may
+    have all of the latter and fewer nodes than the others."""
+    source, target = planted(4000, 8)
+    train = np.zeros(4000, dtype=bool)
+    train[planted_blocks(4000, 8) == 0] = True
+    graph = Adjacency.of(source, target, 4000)
+    weights = methods.node_weights(target, 4000, train)
+    alone = kaminpar.kaminpar_partition(graph, 4, weights)
+    assert methods.uneven(alone, 4, target, train) and max(methods.imbalances(alone, 4, target, train)) > 1.5
+    by_metis = metis.metis_partition(graph, 4, weights)
+    edges, mask = torch.from_numpy(np.stack([source, target])), torch.from_numpy(train)
+    result = partition_nodes(edges, 4000, 4, "kaminpar", train_mask=mask).numpy()
+    worst = [max(methods.imbalances(parts, 4, target, train)) for parts in (result, alone, by_metis)]
+    assert worst[0] == min(worst[1:])
+    monkeypatch.setattr(metis, "pymetis", None)
+    assert (partition_nodes(edges, 4000, 4, "kaminpar", train_mask=mask).numpy() == alone).all()
+
+
+def test_chance_is_not_called_uneven() -> None:
+    target, parts = np.arange(4000) % 40, np.arange(40) % 4
+    train = np.isin(np.arange(40), [0, 1, 4, 8, 2, 3, 7])
+    assert not methods.uneven(parts, 4, target, train) and methods.imbalances(parts, 4, target, train)[2] > 1.7
+    assert methods.imbalances(parts, 4, target, None) == (1.0, 1.0, 1.0)
+    assert methods.uneven(np.minimum(np.arange(4000) // 800, 3), 4, np.arange(4000), None)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_both_ways_to_the_symmetric_graph_agree(dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sorted by numpy, and by the kernels in several pieces: with loops, parallel edges and nodes without edges."""
+    monkeypatch.setattr("gtrain.graph.store.files.CHUNK_ROWS", 100)
+    random = np.random.default_rng(0)
+    source, target = random.integers(0, 60, (2, 1000)).astype(dtype)
+    by_numpy, by_kernels = (Adjacency.of(source, target, 70, small=small) for small in (10**9, 0))
+    neighbours = [set() for _ in range(70)]
+    for s, t in zip(source.tolist(), target.tolist(), strict=True):
+        neighbours[s].add(t)
+        neighbours[t].add(s)
+    for graph in (by_numpy, by_kernels):
+        lists = np.split(graph.adjacent, graph.starts[1:-1])
+        assert [part.tolist() for part in lists] == [sorted(ids - {node}) for node, ids in enumerate(neighbours)]
+
+
+def test_the_graph_of_a_part() -> None:
+    graph = Adjacency.of(*ring_of_cliques(3, 5).numpy(), 15)
+    nodes, inside = graph.part(np.arange(15) // 5 % 2, 0)
+    assert nodes.tolist() == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
+    lists = [part.tolist() for part in np.split(inside.adjacent, inside.starts[1:-1])]
+    assert lists[0] == [1, 2, 3, 4] and lists[1] == [0, 2, 3, 4, 5] and lists[5] == [1, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("method", [METIS, KAMINPAR, "random"])
 def test_seeded(method: str) -> None:
     edges = torch.randint(0, 300, (2, 3000), generator=torch.Generator().manual_seed(1))
     first, again, other = (partition_nodes(edges, 300, 3, method, seed=seed) for seed in (5, 5, 6))
@@ -78,7 +181,7 @@ def test_seeded(method: str) -> None:
 
 
 @pytest.mark.parametrize("nodes", [3, 7, 10])
-@pytest.mark.parametrize("method", [METIS, "random"])
+@pytest.mark.parametrize("method", [METIS, KAMINPAR, "random"])
 def test_every_part_has_a_node(method: str, nodes: int) -> None:
     edges = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
     for parts in range(1, nodes + 1):
@@ -91,7 +194,7 @@ def test_random_is_balanced() -> None:
     assert sorted(sizes.tolist()) == [250, 251, 251, 251]
 
 
-@pytest.mark.parametrize("method", [METIS, "random"])
+@pytest.mark.parametrize("method", [METIS, KAMINPAR, "random"])
 def test_no_edges(method: str) -> None:
     parts = partition_nodes(torch.empty(2, 0, dtype=torch.int64), 10, 3, method)
     assert sorted(parts.bincount().tolist()) == [3, 3, 4]
@@ -113,7 +216,7 @@ def test_wrong_assignments_are_named(assignment: list[int], message: str) -> Non
 
 def test_options_are_checked() -> None:
     edges = torch.tensor([[0], [1]])
-    with pytest.raises(ConfigError, match="metis, random, file"):
+    with pytest.raises(ConfigError, match="metis, kaminpar, random, file"):
         partition_nodes(edges, 4, 2, "Metis")
     with pytest.raises(DataError, match="more parts than nodes: 5 parts .* 4 nodes"):
         partition_nodes(edges, 4, 5, "metis")
@@ -137,6 +240,11 @@ def test_read_assignment(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- streaming
+
+
+def planted_blocks(num_nodes: int, blocks: int, seed: int = 0) -> np.ndarray:
+    """The block of each node of :func:`planted`."""
+    return np.random.default_rng(seed).permutation(np.arange(num_nodes) % blocks)
 
 
 def planted(num_nodes: int, blocks: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -204,7 +312,7 @@ def hetero_cut(data: HeteroData, parts: dict[str, Tensor]) -> float:
     return cut / total
 
 
-@pytest.mark.parametrize("method", [METIS, "ldg", "fennel", "random"])
+@pytest.mark.parametrize("method", [METIS, KAMINPAR, "ldg", "fennel", "random"])
 def test_types_are_cut_together(method: str) -> None:
     data = two_types()
     parts = partition_hetero(data, 4, method, seed=1)
@@ -214,12 +322,12 @@ def test_types_are_cut_together(method: str) -> None:
         largest = int(ids.bincount(minlength=4).max())
         if method == "random":
             assert largest == -(-ids.numel() // 4)
-        elif method != "metis":  # which balances all types together
+        elif method not in ("metis", "kaminpar"):  # which balance all types together
             assert largest <= -(-ids.numel() // 4) * 1.05 + 2
     assert torch.equal(parts["user"], partition_hetero(data, 4, method, seed=1)["user"])
 
 
-@pytest.mark.parametrize("method", [METIS, "ldg", "random"])
+@pytest.mark.parametrize("method", [METIS, KAMINPAR, "ldg", "random"])
 def test_every_part_has_a_node_of_some_type(method: str) -> None:
     data = HeteroData()
     data["a"].num_nodes, data["b"].num_nodes = 3, 4
