@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gtrain.errors import DataError
-from gtrain.graph.store.csc import SMALL_EDGES
+from gtrain.graph.store.csc import SMALL_EDGES, EdgeView
 from gtrain.graph.store.files import chunks, release
 
 Ints = NDArray[np.int64]
@@ -98,6 +98,7 @@ def _two_passes(source: NDArray[Any], target: NDArray[Any], num_nodes: int) -> t
     """
     from gtrain.graph.partition import kernels
 
+    EdgeView(source, target, None, None, num_nodes, num_nodes).check()  # the kernels do not
     starts = np.zeros(num_nodes + 1, dtype=np.int64)
     for sources, targets in _pieces(source, target):
         kernels.count_neighbours(sources, targets, starts[1:])

@@ -164,6 +164,11 @@ def test_both_ways_to_the_symmetric_graph_agree(dtype: type, monkeypatch: pytest
         assert [part.tolist() for part in lists] == [sorted(ids - {node}) for node, ids in enumerate(neighbours)]
 
 
+def test_ids_out_of_range_are_named() -> None:
+    with pytest.raises(DataError, match="the target of edge 1 is 3, and there are 3 such nodes"):
+        Adjacency.of(np.array([0, 1]), np.array([1, 3]), 3, small=0)
+
+
 def test_the_graph_of_a_part() -> None:
     graph = Adjacency.of(*ring_of_cliques(3, 5).numpy(), 15)
     nodes, inside = graph.part(np.arange(15) // 5 % 2, 0)
