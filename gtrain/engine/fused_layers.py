@@ -29,6 +29,7 @@ Layers = tuple[Tensor, Tensor | None, Tensor]
 """W_l [out, in], b [out] or None, W_r [out, in]."""
 
 _ROWS = 1 << 12  # gathered at once
+_SUM_COST = 8  # of adding one number of a row, in multiplications of a dense product
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """x [num_sources, in], W [H * C, in], attention vectors [1, H, C] of sources and targets, bias [H * C] or None."""
 _HOOKS = tuple(
@@ -90,9 +91,7 @@ def sage_layer(
         constants: the cache of the aggregate of constant rows.
     """
     left, bias, right = layers
-    learns = x.requires_grad and torch.is_grad_enabled()
-    # The narrower side is sent. At equal width, transforming first saves the aggregate if x has a gradient.
-    if left.size(0) < left.size(1) or (learns and left.size(0) == left.size(1)):
+    if _transforms_first(blocks, x, left):
         scale = blocks.inverse_degree(x.dtype) if mean else None
         # One factor per edge instead of one per edge and one per target.
         if scale is not None and weight is not None:
@@ -102,6 +101,17 @@ def sage_layer(
     if constants.caches(x, edge_index, weight):
         cached = constants.result((x, edge_index, weight), ("linear", mean), lambda: aggregate([call], schedule)[0])
     return _SumThenTransform.apply(call, schedule, cached, x, left, bias, right)
+
+
+def _transforms_first(blocks: EdgeBlocks, x: Tensor, left: Tensor) -> bool:
+    """Whether rows are multiplied by W_l before they are summed, and not after."""
+    outputs, inputs = left.shape
+    if blocks.num_targets == len(x):
+        # As many products either way: the narrower side is summed, and sent. At equal width, transforming first saves
+        # the aggregate if x has a gradient.
+        return outputs < inputs or (outputs == inputs and x.requires_grad and torch.is_grad_enabled())
+    before = len(x) * inputs * outputs + _SUM_COST * blocks.num_edges * outputs
+    return before < blocks.num_targets * inputs * outputs + _SUM_COST * blocks.num_edges * inputs
 
 
 class _TransformThenSum(torch.autograd.Function):

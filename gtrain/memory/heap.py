@@ -17,12 +17,13 @@ def give_back_freed() -> None:
     _set_thresholds(_MEBIBYTE, 2 * _MEBIBYTE)
 
 
-def keep_freed() -> None:
-    """Retain freed allocations below 32 MiB for the next step, from now on in this process.
+def keep_freed(mebibytes: int = 32) -> None:
+    """Retain freed allocations below this size for the next step, from now on in this process.
 
-    Otherwise glibc may return them to the kernel after every step, and the next step faults in hundreds of pages.
+    Otherwise glibc may return them to the kernel after every step, and the next step faults in their pages again: a
+    fault costs more than the kernel that fills the page.
     """
-    _set_thresholds(32 * _MEBIBYTE, 64 * _MEBIBYTE)
+    _set_thresholds(mebibytes * _MEBIBYTE, 2 * mebibytes * _MEBIBYTE)
 
 
 def trim_heap() -> None:

@@ -49,7 +49,7 @@ Check = tuple[str, float, float, bool]
 
 
 def measure_cpu(bench: Bench, options: argparse.Namespace) -> Iterator[Check]:
-    """Every mode and number of ranks beside one process of PyG and of DGL.
+    """Every mode and number of ranks beside one process of single and of DGL.
 
     DGL was read on A alone: how fast this machine is for a model is known from there.
     """
@@ -60,7 +60,7 @@ def measure_cpu(bench: Bench, options: argparse.Namespace) -> Iterator[Check]:
             heading()
             settings = bench.store(WORKLOADS[letter], 1, "metis")
             dgl = one_dgl(bench, letter, model, settings)
-            one_pyg(bench, letter, model, settings)
+            one_single(bench, model, settings)
             rows = []
             for ranks in options.ranks:
                 bench.store(WORKLOADS[letter], ranks, "metis")
@@ -82,16 +82,9 @@ def one_dgl(bench: Bench, letter: str, model: str, settings: list[str]) -> Row |
     return row
 
 
-def one_pyg(bench: Bench, letter: str, model: str, settings: list[str]) -> None:
-    """One process of PyG, where its messages fit into memory."""
-    work = WORKLOADS[letter]
-    need = 9 * work.edges * bench.scale * 256 * 4 if model == "gat" else 3 * work.edges * bench.scale * 256 * 4
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if need > 0.9 * free:
-        print(f"one PyG process: skipped, its messages need about {need / 1e9:.0f} GB and {free / 1e9:.0f} are free")
-        return
-    row = bench.gtrain("single (PyG)", ["strategy=single", *MODELS[model], *settings], epochs=1)
-    show(row, None, 0)
+def one_single(bench: Bench, model: str, settings: list[str]) -> None:
+    """One process with strategy=single."""
+    show(bench.gtrain("single", ["strategy=single", *MODELS[model], *settings]), None, 0)
 
 
 def cpu_checks(letter: str, model: str, rows: list[Row], machine: float, scale: float) -> Iterator[Check]:
