@@ -23,6 +23,7 @@ from gtrain.engine.halo import incremental
 from gtrain.engine.linear import LinearCall, PackedSums, aggregate
 from gtrain.engine.propagate_call import reduction
 from gtrain.engine.schedule import Schedule
+from gtrain.nn.depth import meters
 from gtrain.nn.dropout import Mask
 
 Layers = tuple[Tensor, Tensor | None, Tensor]
@@ -426,7 +427,7 @@ class FusedLayers:
             options = {name: value for name, value in arguments.items() if value is not None}
             out = layer(conv, *nodes, edge_index, **options)
             if out is not None:
-                return out
+                return count_hop(conv, out)
         return original(conv, *args, **kwargs)
 
     def _sage(
@@ -489,8 +490,16 @@ def _sources_and_targets(x: Any) -> tuple[Tensor, int] | None:
 
 
 def has_hooks(conv: MessagePassing) -> bool:
-    """Whether a user's hooks observe the steps of ``propagate``."""
-    return any(getattr(conv, hooks, None) for hooks in _HOOKS)
+    """Whether a user's hooks observe the steps of ``propagate``; a meter of hops needs no more than its result."""
+    hooks = sum(len(getattr(conv, hooks, None) or ()) for hooks in _HOOKS)
+    return hooks > len(meters(conv))
+
+
+def count_hop(conv: MessagePassing, out: Tensor) -> Tensor:
+    """Report the result of message passing that the engine computed to the meters of hops, and return it."""
+    for meter in meters(conv):
+        meter.note(conv, None, out)
+    return out
 
 
 def plain_linear(conv: nn.Module, name: str) -> Any:

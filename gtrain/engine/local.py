@@ -27,7 +27,7 @@ from torch_geometric.nn.conv import (
 
 from gtrain.engine.constants import Constants
 from gtrain.engine.edges import EdgeBlock, EdgeBlocks
-from gtrain.engine.fused_layers import FusedLayers
+from gtrain.engine.fused_layers import FusedLayers, count_hop
 from gtrain.engine.halo import HaloExchange
 from gtrain.engine.patching import MethodPatches, PatchedFunctions, RelationalConv
 from gtrain.engine.propagate import DeferredCoefficients, Propagation
@@ -117,7 +117,7 @@ class LocalEngine:
                 kwargs[deferred] = run_as_written(conv, "edge_updater", edge_index, size, kwargs[deferred].kwargs)
             kwargs = {name: self._propagation.transforms.settle(value) for name, value in kwargs.items()}
             return run_as_written(conv, "propagate", edge_index, size, kwargs)
-        return self._propagation.propagate(conv, edge_index, edges, kwargs)
+        return count_hop(conv, self._propagation.propagate(conv, edge_index, edges, kwargs))
 
     def _edge_updater(self, conv: MessagePassing, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
         edges = self._edges(conv, edge_index, size, kwargs)

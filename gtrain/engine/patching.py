@@ -20,6 +20,7 @@ from torch_geometric.nn.conv import GATConv, MessagePassing, RGCNConv
 
 from gtrain.engine.constants import Constants
 from gtrain.engine.edges import BlockSource, EdgeBlock, EdgeBlocks, sort_edges
+from gtrain.engine.fused_layers import count_hop
 from gtrain.engine.kernels import load_attention, load_sums
 from gtrain.engine.linear import LinearCall, aggregate
 from gtrain.engine.propagate_call import reduction
@@ -71,7 +72,7 @@ class RelationalConv:
             if not self._serves(x, edges, edge_type, kwargs):
                 return self._fallback(edge_index, size=size, **kwargs)
             self._aggregates = list(self._aggregate(kwargs["x"], edges, edge_type).unbind(0))[::-1]
-        return self._aggregates.pop()
+        return count_hop(self._conv, self._aggregates.pop())
 
     def _serves(self, x: Any, edges: Any, edge_type: Any, kwargs: dict[str, Any]) -> bool:
         plain = type(self._conv).forward is RGCNConv.forward and type(self._conv).message is RGCNConv.message

@@ -68,14 +68,15 @@ class HopMeter:
         self._hooks: list[Any] = []
 
     def __enter__(self) -> HopMeter:
-        self._hooks = [conv.register_propagate_forward_hook(self._note) for conv in self._convs]
+        self._hooks = [conv.register_propagate_forward_hook(self.note) for conv in self._convs]
         return self
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _note(self, conv: nn.Module, inputs: Any, result: Any) -> None:
+    def note(self, conv: nn.Module, inputs: Any, result: Any) -> None:
+        """Count the message passing that computed ``result``."""
         if not isinstance(result, Tensor) or not torch.is_grad_enabled():
             return
         if not result.requires_grad:
@@ -98,3 +99,9 @@ class HopMeter:
             else:
                 best[stack.pop()] = max((best[operand] for operand in operands), default=0) + (node in passed)
         return best.get(result.grad_fn, 0) if result.grad_fn is not None else 0
+
+
+def meters(conv: MessagePassing) -> list[HopMeter]:
+    """Return the meters that count the hops of a convolution."""
+    owners = (getattr(hook, "__self__", None) for hook in conv._propagate_forward_hooks.values())
+    return [owner for owner in owners if isinstance(owner, HopMeter)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 from torch import Tensor
 from torch.nn import Module
 from torch_geometric.data import Data, HeteroData
@@ -17,6 +18,7 @@ from gtrain.errors import ConfigError
 from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.shard.whole import load_whole_hetero
 from gtrain.graph.store import Store
+from gtrain.memory.heap import give_back_freed
 from gtrain.strategy.base import GraphStrategy
 from gtrain_single import SERVES
 from gtrain_single.config import SingleConfig
@@ -47,6 +49,10 @@ class SingleStrategy(GraphStrategy):
                 hint="set both to 1, or choose another strategy.",
             )
         super().setup_environment()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        give_back_freed()
+        super().setup(trainer)
 
     def open_shard(self, store: Store) -> GraphShard | HeteroData:
         return load_whole_hetero(store) if store.is_hetero else load_whole(store)

@@ -24,6 +24,7 @@ from torch_geometric.nn.conv import (
 )
 
 from gtrain.engine.local import LocalEngine
+from gtrain.nn.depth import HopMeter
 from gtrain.nn.dropout import ExactDropout, rows_of
 
 NODES, EDGES, IN = 50, 300, 8
@@ -252,3 +253,17 @@ def test_a_network_of_another_graph_runs_in_the_same_run(engine: LocalEngine) ->
     for _ in range(2):
         found = network(data["x"], data["edge_index"]), network(data["x"][:10], few)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["sage", "gat", "sgc", "rgcn", "gcn"])
+def test_hops_are_counted_without_messages(name: str, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, names = {**CASES, **SQUARE}[name]
+    conv, data = make().double(), graph()
+    kwargs = arguments(data, tuple(n for n in names if n == "type"))
+    engine.install(conv)
+    ran: list[str] = []
+    monkeypatch.setattr(type(conv), "message", _noted(type(conv).message, ran))
+    with HopMeter(conv) as meter:
+        out = conv(data["x"], data["edge_index"], **kwargs)
+    assert meter.hops(out.sum()) == (2 if name == "sgc" else 1)
+    assert max([0, *map(int, ran)]) < EDGES // 8
