@@ -300,6 +300,9 @@ class _Alias(ModuleType):
     """Stands at the old path and hands on the names of the module at the new one."""
 
     def __getattr__(self, name: str) -> Any:
+        # With the new folder's path, importlib would load its files a second time under the old names.
+        if name == "__path__":
+            raise AttributeError(name)
         return getattr(importlib.import_module(MOVED[self.__name__]), name)
 
     def __dir__(self) -> list[str]:

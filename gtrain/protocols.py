@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
+from gtrain.moved import renamed
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch import Tensor, nn
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
     from gtrain.graph.store import Store
     from gtrain.nn.recipe import ModelRecipe
+
+__getattr__ = renamed(__name__, {"entry": "batch_entry"})
 
 Lists = tuple["Tensor", "Tensor"]
 """A list of ids for each of B queries, as pointers int64 ``[B + 1]`` and ids int64 ``[K]``."""
@@ -274,6 +278,6 @@ class Spread(Protocol):
         """Sum the tensors of all ranks, in place."""
 
 
-def entry(batch: Data | HeteroData, name: str) -> Any:
+def batch_entry(batch: Data | HeteroData, name: str) -> Any:
     """Return an entry of a batch that belongs to no node or edge type; None if the batch does not have it."""
     return batch.stores[0].get(name)

@@ -27,7 +27,7 @@ from torch_geometric.utils import trim_to_layer
 
 from gtrain.errors import ConfigError, DataError, negative_weight, zero_weights
 from gtrain.nn.depth import hop_bounds
-from gtrain.protocols import ReadsEdgeData, WeighsLoss, entry, network_of
+from gtrain.protocols import ReadsEdgeData, WeighsLoss, batch_entry, network_of
 
 if TYPE_CHECKING:
     from gtrain.graph.store import Store
@@ -63,7 +63,7 @@ def trimming(network: nn.Module, parameters: Collection[str], batch: Data | Hete
     names = next((names for names in (PER_HOP, PER_HOP_BY_TYPE) if set(names) <= set(parameters)), None)
     # jumping knowledge reads the same rows of every layer; to_hetero's translation of PyG's trimming does not run
     needs_all_rows = getattr(network, "jk", None) is not None or isinstance(network, GraphModule)
-    if names is None or not entry(batch, "trim") or needs_all_rows:
+    if names is None or not batch_entry(batch, "trim") or needs_all_rows:
         return {}
     nodes, edges = _numbers(batch)
     hops = min((len(counts) for counts in (edges.values() if isinstance(edges, dict) else [edges])), default=0)

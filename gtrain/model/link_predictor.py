@@ -15,7 +15,7 @@ from gtrain.model.decoders import Decoder
 from gtrain.model.edge_model import EdgeModel, ranks, spread_ranks
 from gtrain.model.inputs import input_names, run_network
 from gtrain.model.module import MakeOptimizer
-from gtrain.protocols import NodeBatches, Spread, entry
+from gtrain.protocols import NodeBatches, Spread, batch_entry
 
 Batch: TypeAlias = Data | HeteroData
 
@@ -80,7 +80,7 @@ class LinkPredictor(EdgeModel):
         ``edge_label_index`` and ``dst_neg_index`` are indices of rows. With ``spread``, the rank's nodes come first.
         """
         source, target = self.embeddings(batch)
-        spread: Spread | None = entry(batch, "spread")
+        spread: Spread | None = batch_entry(batch, "spread")
         return (source, target) if spread is None else spread.rows(source, target)
 
     def embeddings(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ class LinkPredictor(EdgeModel):
         returns batches: together they have each node of the rank once, as ``seeds`` (local ids [S]), and ``input_id``
         [S] is its row in the result. Such a batch does not need a graph itself.
         """
-        node_batches: NodeBatches | None = entry(batch, "node_batches")
+        node_batches: NodeBatches | None = batch_entry(batch, "node_batches")
         source, _, target = batch.target if isinstance(batch, HeteroData) else ("node", "to", "node")
         if node_batches is not None:
             encoded = {
@@ -125,13 +125,13 @@ class LinkPredictor(EdgeModel):
         """Return the mean loss over the batch's edges, its weight, and the scores of true and of negative edges."""
         true, negative = self._scores(batch, embeddings)
         losses = F.softplus(-true) + F.softplus(negative).mean(1)
-        loss, weight = self._mean(losses, entry(batch, "edge_label_weight"), split)
+        loss, weight = self._mean(losses, batch_entry(batch, "edge_label_weight"), split)
         return loss, weight, true, negative
 
     def _scores(self, batch: Batch, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the scores of the true edges [B] and of the negatives [B, num_negatives]."""
         (head, tail), (source, target) = batch.edge_label_index, embeddings
-        heads, relation = source[head], entry(batch, "edge_label_type")
+        heads, relation = source[head], batch_entry(batch, "edge_label_type")
         negative = [self.decoder(heads, target[ids], relation) for ids in self._negative_targets(batch).unbind(1)]
         return self.decoder(heads, target[tail], relation), torch.stack(negative, dim=1)
 
@@ -141,7 +141,7 @@ class LinkPredictor(EdgeModel):
         Raises:
             ConfigError: the batch does not have it, or in another shape.
         """
-        negatives: Tensor | None = entry(batch, "dst_neg_index")
+        negatives: Tensor | None = batch_entry(batch, "dst_neg_index")
         shape = (batch.edge_label_index.size(1), self.num_negatives)
         if negatives is None or negatives.shape != shape:
             actual = "none" if negatives is None else f"dst_neg_index of the shape {list(negatives.shape)}"
@@ -160,8 +160,8 @@ class LinkPredictor(EdgeModel):
     def _ranks(self, batch: Batch, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the ranks of the targets and of the sources, float64 [B] each."""
         (head, tail), (source, target) = batch.edge_label_index, embeddings
-        relation = entry(batch, "edge_label_type")
-        spread: Spread | None = entry(batch, "spread")
+        relation = batch_entry(batch, "edge_label_type")
+        spread: Spread | None = batch_entry(batch, "spread")
         if spread is not None:
             local = source[: spread.num_own[0]], target[: spread.num_own[1]]
             return spread_ranks(self.decoder, spread, local, (source[head], target[tail]), relation, self.filtered)
@@ -169,7 +169,7 @@ class LinkPredictor(EdgeModel):
         def relation_of(rows: slice) -> Tensor | None:
             return None if relation is None else relation[rows]
 
-        known = [entry(batch, name) if self.filtered else None for name in _KNOWN]
+        known = [batch_entry(batch, name) if self.filtered else None for name in _KNOWN]
         tails = ranks(
             lambda rows: self.decoder.tails(source[head[rows]], relation_of(rows), target),
             tail,

@@ -29,7 +29,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.conv import MessagePassing
 
 from gtrain.kernels.splitmix import GOLDEN, MIX_1, MIX_2, key
-from gtrain.protocols import entry
+from gtrain.protocols import batch_entry
 
 _WORD = 1 << 64
 _CHUNK = 1 << 20  # elements whose masks plain torch code computes at once
@@ -272,9 +272,9 @@ def _seed_rows(batch: Data | HeteroData, step: StepRows) -> list[DropoutRows]:
     for store in (batch, *batch.stores) if typed else batch.stores:
         if "edge_label_id" in store:
             return _pair_rows(store)
-    seeds = entry(batch, "seeds")
+    seeds = batch_entry(batch, "seeds")
     # In a link task the seeds are edges, and the target is an edge type.
-    seed_type = entry(batch, "target") if typed else "node"
+    seed_type = batch_entry(batch, "target") if typed else "node"
     if not isinstance(seeds, Tensor) or not isinstance(seed_type, str) or seed_type not in step.node_ids:
         return []
     select = partial(torch.index_select, step.node_ids[seed_type], 0, seeds)

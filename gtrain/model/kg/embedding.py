@@ -30,7 +30,7 @@ from gtrain.model.kinds import EMBEDDING
 from gtrain.model.module import MakeOptimizer, log_mean_loss
 from gtrain.nn import Csr
 from gtrain.nn.recipe import EdgeRecipe, ModelRecipe
-from gtrain.protocols import entry
+from gtrain.protocols import batch_entry
 
 
 class KGEmbedding(EdgeModel):
@@ -248,7 +248,7 @@ class KGEmbedding(EdgeModel):
         return self._scored(edges, edges.tail)
 
     def training_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
-        loss, weight = self._loss(self._edges(batch), "train", ChunkDraws(entry(batch, "random_key")))
+        loss, weight = self._loss(self._edges(batch), "train", ChunkDraws(batch_entry(batch, "random_key")))
         return {"loss": loss, "weight": weight}
 
     def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
@@ -265,13 +265,13 @@ class KGEmbedding(EdgeModel):
         if isinstance(batch, HeteroData):
             raise _several_types(batch.node_types)
         head, tail = batch.orig_id[batch.edge_label_index]
-        relation = entry(batch, "edge_label_type")
+        relation = batch_entry(batch, "edge_label_type")
         return Triples(
             head,
             torch.zeros_like(head) if relation is None else relation,
             tail,
-            entry(batch, "edge_label_weight"),
-            entry(batch, "edge_label_chunk"),
+            batch_entry(batch, "edge_label_weight"),
+            batch_entry(batch, "edge_label_chunk"),
         )
 
     def deal(self, relation: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
@@ -345,7 +345,7 @@ class KGEmbedding(EdgeModel):
 
     def _evaluate(self, batch: Data, split: str) -> None:
         edges = self._edges(batch)
-        self._loss(edges, split, ChunkDraws(entry(batch, "random_key") or 0))  # the same negatives every epoch
+        self._loss(edges, split, ChunkDraws(batch_entry(batch, "random_key") or 0))  # the same negatives every epoch
         true, negative = self._scored(edges, edges.tail), self._scored(edges, self._drawn(edges, batch.seeds))
         self._log_scores(split, self._ranks(batch, edges), true, negative)
 

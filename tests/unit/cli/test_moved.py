@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gtrain import backends
+from gtrain import backends, protocols
 from gtrain.moved import MOVED
 
 
@@ -40,6 +40,8 @@ def test_an_old_folder_can_be_imported_from() -> None:
 def test_a_renamed_name_gives_the_same_object_and_warns() -> None:
     with pytest.warns(FutureWarning, match="backends.Installed is now gtrain.backends.InstalledBackends"):
         assert backends.Installed is backends.InstalledBackends
+    with pytest.warns(FutureWarning, match="protocols.entry is now gtrain.protocols.batch_entry"):
+        assert protocols.entry is protocols.batch_entry
     with pytest.raises(AttributeError, match="has no attribute 'Uninstalled'"):
         _ = backends.Uninstalled
 
