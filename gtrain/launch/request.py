@@ -28,7 +28,8 @@ from gtrain.backends import RolePlan
 from gtrain.errors import ConfigError, GtrainError, PeerLostError, RankFailedError, restored
 from gtrain.launch import slot
 from gtrain.launch.agent import preload
-from gtrain.launch.children import PRELOAD, die_with_parent, fork_with_pipe
+from gtrain.launch.children import die_with_parent, fork_with_pipe
+from gtrain.launch.templates import keep_templates_in_memory
 from gtrain.run import runs
 
 TASK = "gtrain.run.task:run"
@@ -168,7 +169,7 @@ class JobRequest:
                 error.add_hint(runs.how_to_resume(Path(cfg.paths.run)))
             raise
         except SystemExit as error:
-            # Lightning's exception has no exit code. It is told by its name, because Lightning is not imported here.
+            # Lightning's exception carries no exit code. Compare its name: this module must not import Lightning.
             by_lightning = type(error).__name__ == "SIGTERMException"
             code = 128 + signal.SIGTERM if by_lightning else error.code
             if trains and isinstance(code, int) and code > 128:
@@ -195,7 +196,7 @@ def _run_preflight(cfg: DictConfig, choices: dict[str, str], overrides: Sequence
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
-        sys.modules[PRELOAD].keep_templates_in_memory()
+        keep_templates_in_memory()
         typed = [override.lstrip("+~").partition("=")[0] for override in overrides]
         importlib.import_module(PREFLIGHT).check(config.plain(cfg), choices, typed)
     except GtrainError as error:
