@@ -60,8 +60,8 @@ class RelationalConv:
     def watch(self) -> list[Callable[[], Any]]:
         """Record the inputs of each call of the convolution; return the actions that undo it."""
         hooks = [
-            self._conv.register_forward_pre_hook(self._note, with_kwargs=True),
-            self._conv.register_forward_hook(self._forget, always_call=True),
+            self._conv.register_forward_pre_hook(RunHook(self._note), with_kwargs=True),
+            self._conv.register_forward_hook(RunHook(self._forget), always_call=True),
         ]
         return [hook.remove for hook in hooks]
 
@@ -107,6 +107,50 @@ class RelationalConv:
         self._inputs, self._aggregates = (None, None, None), []
 
 
+class ReplacedMethod:
+    """A method of a layer that a run replaces; copies and pickles of the layer have the method of its class.
+
+    Args:
+        layer: the layer.
+        name: of the method.
+        function: called instead, without the layer.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        self._layer, self._name, self._function = layer, name, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Stand for the method of the class."""
+        return _method_of_class, (self._layer, self._name)
+
+
+class RunHook:
+    """A hook of a layer that belongs to a run; in copies and pickles of the layer it does nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Stand for a hook without effect."""
+        return RunHook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _method_of_class(layer: nn.Module, name: str) -> Callable[..., Any]:
+    return partial(getattr(type(layer), name), layer)
+
+
 class MethodPatches:
     """Methods of layers that instance attributes shadow, and every other change that the end of a run undoes."""
 
@@ -117,7 +161,7 @@ class MethodPatches:
     def add(self, layer: nn.Module, name: str, function: Callable[..., Any]) -> None:
         """Shadow a method of ``layer``."""
         undo = partial(layer.__dict__.__setitem__, name, layer.__dict__[name]) if name in layer.__dict__ else None
-        layer.__dict__[name] = function
+        layer.__dict__[name] = ReplacedMethod(layer, name, function)
         self._patched[layer].add(name)
         self._undo.append(undo or partial(layer.__dict__.pop, name))
 
@@ -188,8 +232,8 @@ class PatchedFunctions:
         """Replace the functions that the modules of ``convs`` have; return the actions that undo it."""
         undo: list[Callable[[], Any]] = []
         for conv in convs:
-            undo.append(conv.register_forward_pre_hook(lambda *_: self._enter(1)).remove)
-            undo.append(conv.register_forward_hook(lambda *_: self._enter(-1), always_call=True).remove)
+            undo.append(conv.register_forward_pre_hook(RunHook(lambda *_: self._enter(1))).remove)
+            undo.append(conv.register_forward_hook(RunHook(lambda *_: self._enter(-1)), always_call=True).remove)
         for name in ("gcn_norm", *_MEMOIZED):
             undo += patch_function(convs, name, partial(self._call, name))
         return undo

@@ -4,9 +4,9 @@ Layer trimming: layer i of a network skips the last i hops of a sampled batch, w
 A batch that may be trimmed has ``trim=True``, ``num_sampled_nodes`` (seeds, then the new nodes of each hop) and
 ``num_sampled_edges`` (of each hop), by type in a ``HeteroData``; its nodes and edges are in the order of the hops.
 Networks receive these numbers if their ``forward`` names them as PyG's do. The rows of the seeds, the first ones, are
-the same as without trimming. The layers of PyG's GraphSAGE and GIN compute only the rows that the next layer reads, see
-:func:`targets_only`. Statistics over all nodes (``BatchNorm`` in training) are over the remaining ones; degrees that a
-layer counts in its edges (``gcn_norm``) are the strategy's responsibility, which knows the graph's.
+the same as without trimming. The layers of PyG's GraphSAGE, GIN and GAT networks compute only the rows that the next
+layer reads, see :func:`targets_only`. Statistics over all nodes (``BatchNorm`` in training) are over the remaining
+ones; degrees that a layer counts in its edges (``gcn_norm``) are for the strategy to provide, which knows the graph.
 """
 
 from __future__ import annotations

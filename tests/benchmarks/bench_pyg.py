@@ -25,11 +25,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pyg_network import slow_network
 from sar_overlap import impossible
 
@@ -172,6 +174,31 @@ def measure_model(bench: Bench) -> Iterator[Check]:
     theirs = [json.loads(out.read_text())]
     show("PyG's NodeLoader, untrimmed", theirs)
     yield "epoch with the model: CPU of PyG's loader / ours", rate(ours, "cpu") / rate(theirs, "cpu"), 2.0, True
+    step, alone = ours[0]["cpu"] / ours[0]["steps"], products_alone(ours[0]["targets"])
+    print(f"a step: {step:.3f} CPU s; its dense products alone: {alone:.3f} CPU s")
+    yield "CPU of a step / its dense products alone", step / alone, 1.25, False
+
+
+def products_alone(targets: list[float]) -> float:
+    """CPU seconds of the products of a step of three layers of 256: W_l, W_r, their gradients and the inputs'.
+
+    Args:
+        targets: nodes whose rows each layer computes, mean of the batches.
+    """
+    torch.set_num_threads(1)
+    spent = []
+    for _ in range(3):
+        for rows, inputs, outputs in zip(map(int, targets), (100, 256, 256), (256, 256, 47), strict=True):
+            x, weight, gradient = torch.ones(rows, inputs), torch.ones(outputs, inputs), torch.ones(rows, outputs)
+            out, dweight, dx = torch.empty(rows, outputs), torch.empty(outputs, inputs), torch.empty(rows, inputs)
+            began = time.process_time()
+            for _ in range(2):
+                torch.mm(x, weight.t(), out=out)
+                torch.mm(gradient.t(), x, out=dweight)
+                if inputs == 256:  # the features have no gradient
+                    torch.mm(gradient, weight, out=dx)
+            spent.append(time.process_time() - began)
+    return statistics.median(sum(spent[i : i + 3]) for i in range(0, len(spent), 3))
 
 
 def measure_memory(bench: Bench) -> Iterator[Check]:

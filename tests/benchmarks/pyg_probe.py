@@ -54,6 +54,7 @@ class Probe(pl.Callback):
         self._seeds = self._epoch_seeds = self._steps = 0
         self._rows = 0
         self._resident: list[int] = []
+        self._targets: list[list[int]] = []
         self._baseline = self._pss = pss_bytes()
 
     def on_train_batch_end(
@@ -66,6 +67,9 @@ class Probe(pl.Callback):
             self._began, self._rows = now(), remote_rows(trainer)
         elif self._steps > self._warm_up:
             self._seeds += int(batch.batch_size)
+            counts = list(batch.num_sampled_nodes)
+            # A layer computes the rows that the following layers read, the first layer all but the last hop's.
+            self._targets.append([sum(counts[: len(counts) - 1 - layer]) for layer in range(len(counts) - 1)])
         if self._steps % 10 == 0:
             self._resident.append(resident_bytes())
         if self._steps % 25 == 0:  # while all ranks run: pages of the process that they were forked from count in part
@@ -76,6 +80,7 @@ class Probe(pl.Callback):
         spent = {name: value - self._began[name] for name, value in now().items()}
         content = spent | {
             "seeds": self._seeds,
+            "targets": [sum(counts) / len(self._targets) for counts in zip(*self._targets, strict=True)],
             "epoch_seeds": self._epoch_seeds,
             "remote_rows": remote_rows(trainer) - self._rows,
             "steps": self._steps - self._warm_up,

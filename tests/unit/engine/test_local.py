@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -218,6 +220,28 @@ def test_a_layer_that_ran_backward_says_how_to_run_it_again(engine: LocalEngine)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="layers=plain"):
         loss.backward()
+
+
+@pytest.mark.parametrize("name", ["sage", "gat", "gcn", "rgcn"])
+def test_a_copy_of_a_module_is_an_ordinary_one(name: str, engine: LocalEngine) -> None:
+    """Callbacks copy a module during a run, to average its weights or to keep the best."""
+    make, names = {**CASES, **SQUARE}[name]
+    network, data = nn.Sequential(make().double()), graph()
+    kwargs = arguments(data, tuple(n for n in names if n == "type"))
+    expected = network[0](data["x"], data["edge_index"], **kwargs)
+    engine.add_constants(data.values())
+    engine.install(network)
+    network[0](data["x"], data["edge_index"], **kwargs)
+    file = io.BytesIO()
+    torch.save(network, file)
+    file.seek(0)
+    copies = copy.deepcopy(network), torch.load(file, weights_only=False)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.zero_()
+    engine.uninstall()
+    for each in copies:
+        torch.testing.assert_close(each[0](data["x"], data["edge_index"], **kwargs), expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("loops", [False, True])
