@@ -1,7 +1,7 @@
 """The files of a store, sent by the process that prepared it to processes on machines without it.
 
-A request is the name of a file; the answer is its size and its contents. One connection carries one file. See
-:mod:`gtrain.launch.links` for who may connect.
+A request is a frame with the name of a file; the answer is its size and its contents. One connection carries one file.
+:mod:`gtrain.launch.links` decides who may connect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gtrain.launch.sockets import listen_tcp
 
 _SIZE = struct.Struct("!q")
 _ABSENT = -1
-_LONGEST_NAME = 4096
+_LONGEST_NAME = 4096  # bytes
 _PIECE = 1 << 20  # bytes per message
 _ANSWER_SECONDS = 60.0
 """How long the server may take for a piece of a file."""
@@ -51,7 +51,7 @@ class FileServer:
 
     def _answer(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
-            name = _receive_name(connection)
+            name = links.receive_frame(connection, _LONGEST_NAME).decode(errors="replace")
             if name not in self._names:
                 connection.sendall(_SIZE.pack(_ABSENT))
                 return
@@ -84,32 +84,17 @@ class ServedFolder:
         try:
             with links.connect(self.address, self._key_file, _ANSWER_SECONDS) as connection:
                 connection.settimeout(_ANSWER_SECONDS)
-                encoded = name.encode()
-                connection.sendall(_SIZE.pack(len(encoded)) + encoded)
-                (left,) = _SIZE.unpack(_receive(connection, _SIZE.size))
+                links.send_frame(connection, name.encode())
+                (left,) = _SIZE.unpack(links.receive_exactly(connection, _SIZE.size))
                 if left == _ABSENT:
                     raise StoreError(
                         f"the server at {self.address} does not send {name}",
                         hint="install the same release of gtrain on all machines.",
                     )
                 while left:
-                    piece = _receive(connection, min(left, _PIECE))
+                    piece = links.receive_exactly(connection, min(left, _PIECE))
                     left -= len(piece)
                     yield bytes(piece)
         except OSError as error:
             reason = error.strerror or error
             raise PeerLostError(f"the server of files at {self.address} is gone: {reason}") from error
-
-
-def _receive_name(connection: socket.socket) -> str:
-    """Receive the name of a file; empty if it is too long or not text."""
-    (length,) = _SIZE.unpack(_receive(connection, _SIZE.size))
-    if not 0 < length <= _LONGEST_NAME:
-        return ""
-    return bytes(_receive(connection, length)).decode(errors="replace")
-
-
-def _receive(connection: socket.socket, size: int) -> bytearray:
-    content = bytearray(size)
-    links.receive_into(connection, memoryview(content))
-    return content

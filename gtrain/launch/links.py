@@ -38,6 +38,7 @@ _LONGEST_POINTER = 256
 _HANDSHAKES = 128
 _REMEMBERED = 256
 _CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of SO_PEERCRED
+_FRAME_BYTES = struct.Struct("!I")
 
 
 class RefusedConnectionError(ConfigError):
@@ -292,6 +293,7 @@ def _contexts(key_file: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
             context.check_hostname = False  # all machines of a job share one certificate
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_cert_chain(f"/proc/self/fd/{memory}")
+            # The certificate is its own issuer and the only trusted one: whoever presents it knows the secret.
             context.load_verify_locations(cadata=certificate[certificate.index(b"-----BEGIN CERT") :].decode())
     finally:
         os.close(memory)
@@ -346,3 +348,31 @@ def receive_into(connection: socket.socket, view: memoryview, on_progress: Calla
         at += count
         if on_progress is not None:
             on_progress()
+
+
+def receive_exactly(connection: socket.socket, size: int) -> bytearray:
+    """Receive this number of bytes; see :func:`receive_into`."""
+    content = bytearray(size)
+    receive_into(connection, memoryview(content))
+    return content
+
+
+def send_frame(connection: socket.socket, content: bytes) -> None:
+    """Send a frame: the number of its bytes, and these bytes."""
+    connection.sendall(_FRAME_BYTES.pack(len(content)) + content)
+
+
+def receive_frame(connection: socket.socket, limit: int) -> bytearray:
+    """Receive the bytes of a frame.
+
+    Args:
+        connection: the connection.
+        limit: the most bytes to accept.
+
+    Raises:
+        ConnectionError: the frame is larger, or the connection was closed.
+    """
+    (size,) = _FRAME_BYTES.unpack(receive_exactly(connection, _FRAME_BYTES.size))
+    if size > limit:
+        raise ConnectionAbortedError(f"a frame of {size} bytes; the limit is {limit}")
+    return receive_exactly(connection, size)

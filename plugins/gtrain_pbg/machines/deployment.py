@@ -132,7 +132,7 @@ class MultiMachineDeployment(Deployment):
 
     def _miss(self, name: str) -> None:
         role, _, number = name.partition(" ")
-        self._servers.miss(role, int(number))
+        self._servers.mark_lost(role, int(number))
 
     def _clients(self, role: str) -> list[Client]:
         """Return the clients of the servers of a role; a loss that ends this process aborts their pending requests."""
