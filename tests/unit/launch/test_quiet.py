@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch_geometric import template
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv import message_passing
 
@@ -20,7 +21,7 @@ from gtrain.callbacks.checkpoint import RunCheckpoint
 from gtrain.data.batches.edge_seeds import KnownEdges
 from gtrain.graph.shard.nodes import shard_nodes
 from gtrain.graph.store.numbering import GlobalIds
-from gtrain.launch import preload
+from gtrain.launch import templates
 from gtrain.model.edge_model import Auc
 from gtrain.strategy.row_exchange import RowExchange
 
@@ -100,13 +101,14 @@ def test_pygs_generated_code_is_kept_in_memory(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     graph = torch.rand(5, 4), torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])
+    monkeypatch.setattr(message_passing, "module_from_template", template.module_from_template, raising=False)
     filed = Filed()(*graph)
     assert list(tmp_path.iterdir()), "PyG writes a file for each method that it generates"
     for path in tmp_path.rglob("*"):
         if path.is_file():
             path.unlink()
     left = list(tmp_path.iterdir())
-    monkeypatch.setattr(message_passing, "module_from_template", preload._module_from_template, raising=False)
+    monkeypatch.setattr(message_passing, "module_from_template", templates._module_from_template, raising=False)
     ours = InMemory()
     assert torch.equal(ours(*graph), filed)
     assert list(tmp_path.iterdir()) == left
