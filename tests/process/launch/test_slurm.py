@@ -114,6 +114,19 @@ def test_losses_equal_those_of_local_ranks(strategy: str, slurm: dict[str, str],
     assert losses(tmp_path / "slurm") == pytest.approx(losses(tmp_path / "local"), rel=1e-6)
 
 
+def test_pbg_trains_like_local_ranks(slurm: dict[str, str], tmp_path: Path) -> None:
+    """One worker, whose steps have an order, and two, which train at the same time."""
+    size = ("data=planted_kg", "data.num_entities=200", "data.num_triples=1500", "data.batch_size=100")
+    job = ("strategy=pbg", "strategy.num_partitions=4", *size, "model=kg", "model.dimension=8", "trainer.max_epochs=3")
+    ok(forked.gtrain(*job, "trainer.devices=1", "trainer.num_nodes=1", "hydra.run.dir=local", cwd=tmp_path))
+    for workers in ("1", "2"):
+        command = ["srun", "-n", workers, sys.executable, "-m", "gtrain", *job, f"hydra.run.dir={workers}"]
+        ok(run(command, cwd=tmp_path, env=slurm))
+        assert summary(tmp_path / workers)["world_size"] == int(workers)
+    assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "local"), rel=1e-6)
+    assert losses(tmp_path / "2")[-1] < 0.9 * losses(tmp_path / "2")[0]
+
+
 def test_a_job_that_is_requeued_resumes_from_its_last_checkpoint(slurm: dict[str, str], tmp_path: Path) -> None:
     """As after a preemption: SLURM ends the job by SIGTERM, and starts it again under the same number."""
 
