@@ -17,6 +17,13 @@ Ints = NDArray[np.int64]
 IMBALANCE = 0.03
 """Fraction by which the heaviest part may exceed the mean weight, as in METIS's k-way partitioning."""
 
+REFINED_PARTS = 16
+"""Largest number of parts that are refined: the refinement counts each node's neighbours in each part."""
+REFINED_IMBALANCE = 1.005
+"""Weight of a part, in multiples of the mean, that the refinement does not exceed unless a part weighs more before."""
+LOSS, PATIENCE = 0.25, 4
+"""See :func:`.kernels.refine`; 0.25 is the value of the method's authors for the finest level."""
+
 _VERSION = 1 | 8 | 16
 """ParHIP's version number, a set of flags: no weights of edges; ids of 32 bits; weights of nodes of 32 bits."""
 
@@ -65,7 +72,21 @@ def kaminpar_partition(graph: Adjacency, num_parts: int, weights: NDArray[np.int
         copy = kaminpar.load_graph(f"/proc/self/fd/{descriptor}", kaminpar.GraphFileFormat.PARHIP, compress=False)
     finally:
         os.close(descriptor)
-    return np.array(partitioner.compute_partition(copy, num_parts, IMBALANCE), dtype=np.int64)
+    parts = np.array(partitioner.compute_partition(copy, num_parts, IMBALANCE), dtype=np.int64)
+    del copy
+    return _refined(graph, parts, num_parts, weights)
+
+
+def _refined(graph: Adjacency, parts: Ints, num_parts: int, weights: NDArray[np.int32]) -> Ints:
+    """Return parts with fewer cut edges: KaMinPar's settings end with label propagation, whose optima are local."""
+    if not 1 < num_parts <= REFINED_PARTS:
+        return parts
+    from gtrain.graph.partition import kernels
+
+    load = np.bincount(parts, weights=weights, minlength=num_parts).astype(np.int64)
+    limit = max(REFINED_IMBALANCE * float(load.mean()), float(load.max()))
+    kernels.refine(graph.starts, graph.adjacent, weights, parts, load, limit, LOSS, PATIENCE)
+    return parts
 
 
 def _write_parhip(descriptor: int, graph: Adjacency, weights: NDArray[np.int32]) -> None:

@@ -200,3 +200,86 @@ def contract(graph: Weighted, cluster: Ints32, count: int) -> Weighted:
                 out_edges[entry[other]] += edges[e] if edges.size > 0 else 1
         out_starts[c + 1] = end
     return Weighted(out_starts, out_adjacent[:end].copy(), out_edges[:end].copy(), out_sizes)
+
+
+@njit(cache=True, nogil=True)
+def refine(
+    starts: Ints, adjacent: Ints32, weights: Ints32, parts: Ints, load: Ints, limit: float, loss: float, patience: int
+) -> int:
+    """Move nodes between parts, also with fewer neighbours there, and keep the parts with the fewest cut edges.
+
+    Jet (Gilbert et al., SIAM J. Sci. Comput. 2024, Jet: Multilevel Graph Partitioning on GPUs), algorithm 4.2, on the
+    finest level, with limited weights of the parts instead of its rebalancing. In each round every node that did not
+    move in the last one chooses another part with most of its neighbours, and loses fewer than ``loss`` times its
+    neighbours in its own part. It moves if it does not lose any, provided that the choosers with a larger gain move.
+
+    Args:
+        starts, adjacent: the symmetric graph.
+        weights: ``[N]``, weight of each node.
+        parts: ``[N]``, the part of each node; replaced by the best parts.
+        load: ``[P]``, weight of each part.
+        limit: largest weight of a part that a node moves to.
+        loss: between 0 and 1.
+        patience: rounds without fewer cut edges after which no further one follows.
+
+    Returns:
+        By how many undirected edges the cut has become smaller.
+    """
+    count, num_parts = starts.size - 1, load.size
+    neighbours = np.zeros((count, num_parts), np.int32)  # of each node in each part
+    for v in range(count):
+        for e in range(starts[v], starts[v + 1]):
+            neighbours[v, parts[adjacent[e]]] += 1
+    choice, gain = np.full(count, -1, np.int32), np.zeros(count, np.int32)
+    moved, chosen = np.zeros(count, np.bool_), np.empty(count, np.int32)
+    best, saved, best_saved, idle = parts.copy(), 0, 0, 0
+    while idle <= patience:
+        choosers = 0
+        for v in range(count):
+            choice[v] = -1
+            if moved[v]:
+                moved[v] = False
+                continue
+            own, most = parts[v], 0
+            for part in range(num_parts):
+                if part != own and neighbours[v, part] > most:
+                    choice[v], most = part, neighbours[v, part]
+            gain[v] = most - neighbours[v, own]
+            if most > 0 and (gain[v] >= 0 or -gain[v] < loss * neighbours[v, own]):
+                chosen[choosers] = v
+                choosers += 1
+            else:
+                choice[v] = -1
+        movers = 0
+        for i in range(choosers):
+            v, difference = chosen[i], 0
+            for e in range(starts[v], starts[v + 1]):
+                u = adjacent[e]
+                there = parts[u]
+                if choice[u] >= 0 and (gain[u] > gain[v] or (gain[u] == gain[v] and u < v)):
+                    there = choice[u]
+                difference += (there == choice[v]) - (there == parts[v])
+            if difference >= 0:
+                chosen[movers] = v
+                movers += 1
+        any_moved = False
+        for i in range(movers):
+            v = chosen[i]
+            own, other = parts[v], choice[v]
+            if load[other] + weights[v] > limit:
+                continue
+            saved += neighbours[v, other] - neighbours[v, own]
+            load[own] -= weights[v]
+            load[other] += weights[v]
+            parts[v], moved[v], any_moved = other, True, True
+            for e in range(starts[v], starts[v + 1]):
+                neighbours[adjacent[e], own] -= 1
+                neighbours[adjacent[e], other] += 1
+        if not any_moved:
+            break
+        idle += 1
+        if saved > best_saved:
+            best_saved, idle = saved, 0
+            best[:] = parts
+    parts[:] = best
+    return best_saved
