@@ -25,7 +25,8 @@ from gtrain.graph.store.entities import entity_types, feature_kind
 from gtrain.nn import TableSpec
 from gtrain.nn.recipe import ModelRecipe
 from gtrain.nn.table import BLOCK_ROWS
-from gtrain.strategy.checkpoint import SavedRows
+from gtrain.strategy.checkpoint import SavedRows, located
+from gtrain.strategy.remote_checkpoint import RemoteCheckpoint
 from gtrain.strategy.tensor_files import keep, mapped
 from gtrain_pbg.partition_store import PIECE, ROWS, file_name
 from gtrain_pbg.tables import PartitionedTable
@@ -68,19 +69,25 @@ class EpochProgress:
         return self if epoch == self.epoch else EpochProgress(epoch, 0)
 
 
-def preserve(path: Path, epoch: int, interval: int) -> None:
+def preserve(path: Path | str, epoch: int, interval: int) -> None:
     """Keep every ``interval``-th checkpoint for good, as ``epoch-<number>.ckpt`` beside it.
 
     Its files are hard links to those of the checkpoint, which are never written again; its cost grows with the
-    partitions that change afterwards.
+    partitions that change afterwards. In an object store they are copies.
 
     Args:
-        path: the checkpoint of an epoch.
+        path: the checkpoint of an epoch, or its address.
         epoch: its number, from 0.
         interval: epochs from one preserved checkpoint to the next.
     """
-    target = path.with_name(f"epoch-{epoch + 1:05}.ckpt")
-    if (epoch + 1) % interval or target.exists() or path.name.startswith("epoch-"):
+    path, name = located(path), f"epoch-{epoch + 1:05}.ckpt"
+    if (epoch + 1) % interval or str(path).rpartition("/")[2].startswith("epoch-"):
+        return
+    if isinstance(path, str):
+        RemoteCheckpoint(path).preserve(name)
+        return
+    target = path.with_name(name)
+    if target.exists():
         return
     temporary = target.with_name(target.name + ".part")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -168,6 +175,14 @@ def _numbering(store: Store) -> dict[str, int]:
     """Return checksums of the files that say which node a row of a partition belongs to."""
     checksums = store.manifest.checksums.items()
     return {name: crc for name, crc in checksums if re.fullmatch(r"part-\d+/nodes/.*/orig_id\.npy", name)}
+
+
+def warm_start_location(setting: str) -> Path | str:
+    """Return the local path or the address that ``strategy.warm_start`` names, itself or by a folder of a run."""
+    if isinstance(location := located(setting), str):
+        return location
+    last = located(location / "checkpoints" / "last.ckpt")
+    return last if isinstance(last, str) else location
 
 
 def warm_start(

@@ -60,7 +60,9 @@ class PBGConfig(StrategyConfig):
         words=("auto", "float32", "bfloat16", "int8"),
     )
     warm_start: str | None = setting(
-        None, "folder or checkpoint of another run, whose vectors and relations are the initial values of this run"
+        None,
+        "folder or checkpoint of another run, or the address of a checkpoint, whose vectors and relations are the "
+        "initial values of this run",
     )
     partition_servers: int = setting(
         EACH,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ from gtrain_pbg.checkpoints import (
     relations_of,
     save_states,
     warm_start,
+    warm_start_location,
 )
 from gtrain_pbg.config import PBGConfig, check_machines, check_store, check_training
 from gtrain_pbg.deployment import Deployment
@@ -238,7 +240,9 @@ class PBGStrategy(GraphStrategy):
             known = {id(parameter): shared[name] for name, parameter in recipe.parameters.items()}
             named = self.lightning_module.named_parameters()
             parameters = {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
-            path, relations = Path(self.settings.warm_start), relations_of(self.lightning_module, recipe)
+            path, relations = warm_start_location(self.settings.warm_start), relations_of(self.lightning_module, recipe)
+            if isinstance(path, str):
+                path = self.local_copies.own(path, self.run_folder, "strategy.warm_start")
             warm_start(path, self._state.store, tables, parameters, relations)
         tables.publish()
 
@@ -305,7 +309,7 @@ class PBGStrategy(GraphStrategy):
             return
         self._epoch_progress = EpochProgress(trainer.current_epoch, chunk)
         try:
-            trainer.save_checkpoint(Path(folder) / "last.ckpt")
+            trainer.save_checkpoint(os.path.join(folder, "last.ckpt"))
         finally:
             self._epoch_progress = None
 
@@ -335,7 +339,7 @@ class PBGStrategy(GraphStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
         interval = self.settings.checkpoint_preservation_interval
         if self.is_global_zero and interval is not None and self._epoch_progress is None:
-            preserve(Path(filepath), int(checkpoint["epoch"]), interval)
+            preserve(filepath, int(checkpoint["epoch"]), interval)
 
     def shard_files(self, folder: Path) -> None:
         if self.is_global_zero and self._installed is not None:

@@ -179,7 +179,7 @@ def _losses(score: Any, m: int, count: int, begin: int, loss: Any) -> float:
     lost = 0.0
     for i in range(m):
         row, weight = score[i], loss.weight[begin + i]
-        value, by_true = row_loss(loss.loss, row, count, 0, i, row[i], weight, loss.margin)
+        value, by_true = row_loss(loss, row, count, 0, i, row[i], weight)
         # row_loss leaves the answer's column to its caller.
         row[i] = by_true
         lost += weight * value

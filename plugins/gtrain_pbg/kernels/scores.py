@@ -49,6 +49,20 @@ class ScoreBlock(NamedTuple):
     dither: Any
 
 
+class BlockQueries(NamedTuple):
+    """The queries of a block's rows: row i of chunk g is query ``first + g * step + i``.
+
+    Attributes:
+        first: query of the first row.
+        step: queries from the first row of a chunk to that of the next.
+        column: for DIAGONAL, the column of the first row's answer.
+    """
+
+    first: int
+    step: int
+    column: int
+
+
 class QueryArrays(NamedTuple):
     """What belongs to a query, ``[B]`` each.
 
@@ -100,15 +114,7 @@ class LossSettings(NamedTuple):
 
 @inlined(fastmath=STRICT)
 def loss_and_gradient(
-    block: Any,
-    first: int,
-    step: int,
-    column: int,
-    queries: Any,
-    candidates: Any,
-    settings: Any,
-    work: Any,
-    distance: Any,
+    block: Any, numbers: Any, queries: Any, candidates: Any, settings: Any, work: Any, distance: Any
 ) -> float:
     """Replace inner products by the gradient of the loss by them, and return the weighted loss.
 
@@ -117,10 +123,8 @@ def loss_and_gradient(
     the cache.
 
     Args:
-        block: :class:`ScoreBlock`; row i of chunk g is query ``first + g * step + i``.
-        first: query of the first row.
-        step: queries from the first row of a chunk to that of the next.
-        column: for DIAGONAL, the column of the first row's answer.
+        block: :class:`ScoreBlock`.
+        numbers: :class:`BlockQueries`.
         queries: :class:`QueryArrays`.
         candidates: :class:`CandidateArrays`.
         settings: :class:`LossSettings`.
@@ -132,7 +136,7 @@ def loss_and_gradient(
     lost = 0.0
     for g in range(groups):
         for i in range(rows):
-            query = first + g * step + i
+            query = numbers.first + g * numbers.step + i
             _load(block.scores[g, i], block.row_factor, i, block.column_factor, work, columns)
             if kind != INNER:
                 _distances(work, queries.norm[query], candidates.norm[g], kind, columns)
@@ -143,7 +147,7 @@ def loss_and_gradient(
                 _add_biases(work, queries.bias[query], candidates.bias[g], columns)
             answer = -1
             if settings.answer == DIAGONAL:
-                answer = column + i
+                answer = numbers.column + i
             elif settings.answer == LISTED:
                 answer = queries.answer[query]
             # Read before row_loss overwrites the scores.
@@ -152,7 +156,7 @@ def loss_and_gradient(
             if has_own:
                 work[columns] = queries.own[query]
                 count, absent = columns + 1, 1 if queries.own[query] == -np.inf else 0
-            value, by_true = row_loss(settings.loss, work, count, absent, answer, true, weight, settings.margin)
+            value, by_true = row_loss(settings, work, count, absent, answer, true, weight)
             if has_own:
                 queries.by_own[query] = work[columns]
             lost += weight * value
@@ -179,28 +183,27 @@ def loss_and_gradient(
 
 @bare
 def row_loss(
-    loss: int, work: Any, columns: int, absent: int, answer: int, true: Any, weight: Any, margin: float
+    settings: Any, work: Any, columns: int, absent: int, answer: int, true: Any, weight: Any
 ) -> tuple[Any, Any]:
     """Compute the loss of a query's scores; replace the scores by the gradient, except at the answer's column.
 
     Args:
-        loss: RANKING, LOGISTIC or SOFTMAX.
+        settings: has ``loss`` (RANKING, LOGISTIC or SOFTMAX) and ``margin`` of the ranking loss.
         work: scores.
         columns: number of scores.
         absent: how many of them are minus infinity.
         answer: column of the answer; -1: it has none.
         true: the answer's score.
         weight: of the gradient.
-        margin: of the ranking loss.
 
     Returns:
         The loss, and the gradient by the answer's score.
     """
-    if loss == SOFTMAX:
+    if settings.loss == SOFTMAX:
         return _softmax(work, columns, answer, true, weight)
-    if loss == LOGISTIC:
+    if settings.loss == LOGISTIC:
         return _logistic(work, columns, absent, answer, true, weight)
-    return _ranking(work, columns, answer, true, weight, margin)
+    return _ranking(work, columns, answer, true, weight, settings.margin)
 
 
 @inlined(fastmath=STRICT)

@@ -44,6 +44,22 @@ class SideGradients(NamedTuple):
     by_bias: Any
 
 
+class UpdatedTable(NamedTuple):
+    """A table, and how its rows are updated.
+
+    Attributes:
+        rows: ``[n, D]``, or ``[n, D + 1]`` with the bias last.
+        state: ``[n, s]``, of the optimizer.
+        rule: :class:`RuleNumbers`.
+        has_bias: whether the last column is the bias.
+    """
+
+    rows: Any
+    state: Any
+    rule: Any
+    has_bias: bool
+
+
 class RowChains(NamedTuple):
     """Positions of a batch linked by row.
 
@@ -167,19 +183,7 @@ def _add_position(target: Any, z: int, side: Any, edge: int, columns: int, has_b
 
 
 @inlined
-def scatter(
-    chains: Any,
-    count: int,
-    split: int,
-    first: Any,
-    second: Any,
-    layout: Any,
-    table: Any,
-    state: Any,
-    rule: Any,
-    has_bias: bool,
-    work: Any,
-) -> None:
+def scatter(chains: Any, count: int, split: int, gradients: Any, layout: Any, table: Any, work: Any) -> None:
     """Update the rows that :func:`chain` linked, and reset ``chains.head``.
 
     A row's gradients are summed in ``work``, which stays in the nearest cache, in the order of the list: last position
@@ -188,15 +192,14 @@ def scatter(
     Args:
         chains, count: from :func:`chain`.
         split: positions before this are of the first side; from here on of the second.
-        first, second: :class:`SideGradients`.
+        gradients: :class:`SideGradients` of the first and of the second side.
         layout: :class:`~gtrain_pbg.kernels.rows.SideLayout` of both sides.
-        table: ``[n, D]``, or ``[n, D + 1]`` with the bias last.
-        state: ``[n, s]``, of the optimizer.
-        rule: :class:`RuleNumbers`.
-        has_bias: whether the last column of the table is the bias.
+        table: :class:`UpdatedTable`.
         work: ``[width of the table]``, scratch.
     """
-    columns = table.shape[1] - (1 if has_bias else 0)
+    first, second = gradients
+    rows, state, rule, has_bias = table
+    columns = rows.shape[1] - (1 if has_bias else 0)
     for t in range(count):
         row = chains.touched[t]
         work[:] = 0
@@ -209,7 +212,7 @@ def scatter(
             z = chains.after[z]
         # Reset while the row is at hand: ``head`` is all -1 again after the last row.
         chains.head[row] = -1
-        apply(rule, table[row], state[row], work)
+        apply(rule, rows[row], state[row], work)
 
 
 @inlined(fastmath=STRICT)

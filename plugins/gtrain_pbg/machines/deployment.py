@@ -101,7 +101,7 @@ class MultiMachineDeployment(Deployment):
         self._servers = servers
         self._silent_seconds = max(SILENT_SECONDS, 2 * settings.lease_seconds, timeout_seconds)
         self.lock = LockClient(
-            servers.client("lock", 0), settings.lease_seconds, store, self._miss, tell, timeout_seconds
+            servers.client("lock", 0), settings.lease_seconds, store, self._mark_lost, tell, timeout_seconds
         )
         self._everyone = MachinesGroup(rank, size, self.lock, counters)
         super().__init__(settings, self._everyone)
@@ -130,7 +130,7 @@ class MultiMachineDeployment(Deployment):
         groups = self.machine, self._everyone
         return LeasedBuckets(tables, self.lock, *groups, parameters, start, as_tree, settings.checkpoint_chunks)
 
-    def _miss(self, name: str) -> None:
+    def _mark_lost(self, name: str) -> None:
         role, _, number = name.partition(" ")
         self._servers.mark_lost(role, int(number))
 

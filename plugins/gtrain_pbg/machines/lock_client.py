@@ -44,7 +44,7 @@ class LockClient:
         timeout_seconds: the same for a lock server on this machine: if it had ended, that would be known.
         store: address of the job's key-value store, which ends with the job; None for a rank of the machine
             that has it.
-        miss: called with the name of each lost server that the job goes on without.
+        mark_lost: called with the name of each lost server without which the job continues.
         tell: prints a line to the terminal; None: another rank of that terminal does so.
     """
 
@@ -53,11 +53,11 @@ class LockClient:
         client: Client,
         lease_seconds: float,
         store: str | None = None,
-        miss: Callable[[str], None] = lambda name: None,
+        mark_lost: Callable[[str], None] = lambda name: None,
         tell: Callable[[str], None] | None = None,
         timeout_seconds: float = 0.0,
     ) -> None:
-        self._client, self._lease_seconds, self._miss = client, lease_seconds, miss
+        self._client, self._lease_seconds, self._mark_lost = client, lease_seconds, mark_lost
         self._report = tell
         self._over = threading.Event()
         self._lost: PeerLostError | None = None
@@ -116,8 +116,8 @@ class LockClient:
     def _beat(self) -> None:
         while not self._over.wait(heartbeat_interval(self._lease_seconds)):
             try:
-                for name in self._answer_to_beat().fields["missing"]:
-                    self._miss(name)
+                for name in self._answer_to_beat().fields["lost_servers"]:
+                    self._mark_lost(name)
             except PeerRestartedError:
                 continue
             except (WireError, PeerLostError) as error:

@@ -95,7 +95,7 @@ class LockServer:
         self._holding: set[int] | None = None  # parameter servers that store parameters; None: not yet known
         self._unreported: list[str] = []  # losses, reported once it is certain that the job is not over
         self._joined: set[int] = set()  # ranks that are not restarted if they die
-        self._missing: list[str] = []  # lost servers that the job goes on without
+        self._lost_servers: list[str] = []  # servers without which the job continues
         self._absent_since: float | None = None  # others wait for ranks that have not joined
         self._absence_report_at = REPORT_SECONDS
         saved = state.load() if state is not None else b""
@@ -142,10 +142,10 @@ class LockServer:
             "numbers": [self.round, self._number],
             "turns": self._requests,
             "granted": self._granted,
-            "begun": sorted(self._started),
+            "started": sorted(self._started),
             "ended": self._ended,
             "holding": None if self._holding is None else sorted(self._holding),
-            "missing": self._missing,
+            "lost_servers": self._lost_servers,
             "stay": sorted(self._joined),
         }
 
@@ -153,8 +153,8 @@ class LockServer:
         self.members.restore(msgpack.unpackb(saved["members"], strict_map_key=False))
         self._detector.restore(saved["detector"])
         self.round, self._number = saved["numbers"]
-        self._requests, self._granted, self._started = saved["turns"], saved["granted"], set(saved["begun"])
-        self._ended, self._missing = saved["ended"], list(saved["missing"])
+        self._requests, self._granted, self._started = saved["turns"], saved["granted"], set(saved["started"])
+        self._ended, self._lost_servers = saved["ended"], list(saved["lost_servers"])
         self._joined = set(saved["stay"])
         self._holding = None if saved["holding"] is None else set(saved["holding"])
         if saved["scheduler"] is not None:
@@ -176,9 +176,9 @@ class LockServer:
             self._joined.add(rank)
 
     def beat(self, message: Message, rank: int) -> Message:
-        """Record the heartbeat of a rank. The reply has ``missing``: lost servers that the job goes on without."""
+        """Record the heartbeat of a rank. The reply has ``lost_servers``: those without which the job continues."""
         self._detector.beat(f"rank {rank}")
-        return Message({"missing": self._missing})
+        return Message({"lost_servers": self._lost_servers})
 
     def serve(self, message: Message, caller: Caller) -> None:
         """Add a server, perhaps a restarted one. Fields: as for :meth:`join`."""
@@ -294,7 +294,7 @@ class LockServer:
             self._end(f"{name} is lost: it {how}{data}; resume from the last checkpoint (ckpt_path=last)")
             return
         print(f"the job goes on without {name}, which stored nothing: it {how}", flush=True)
-        self._missing.append(name)
+        self._lost_servers.append(name)
 
     def _lose_machine(self, machine: int, reason: str) -> None:
         if machine in self.members.lost:

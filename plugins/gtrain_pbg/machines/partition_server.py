@@ -59,7 +59,7 @@ class PartitionHandlers:
         """
         piece = message.tensors[0]
         key, version, array, begin, rows = (message.fields[n] for n in ("key", "version", "kind", "begin", "rows"))
-        # The first piece: a version that was begun before is written from its start again.
+        # The first piece: discard what an earlier attempt wrote of this version.
         if begin == 0:
             shape = (rows, *piece.shape[1:])
             self._writing[key, array] = version, 0, self._folder.begin(key, version, array, shape, piece.dtype)

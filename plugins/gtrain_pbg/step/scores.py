@@ -14,7 +14,7 @@ from torch import Tensor
 from gtrain.nn.recipe import EdgeRecipe
 from gtrain_pbg.kernels import rows as row_kernels
 from gtrain_pbg.kernels import scores as score_kernels
-from gtrain_pbg.kernels.scores import CandidateArrays, LossSettings, QueryArrays
+from gtrain_pbg.kernels.scores import BlockQueries, CandidateArrays, LossSettings, QueryArrays
 from gtrain_pbg.step.layout import BatchLayout, Operand, Workspace, bits, compact
 from gtrain_pbg.step.products import (
     ChunkGroup,
@@ -161,9 +161,9 @@ class SideScores:
         loss = 0.0
         group.prepare()
         for block in group.blocks:
-            # block, first, step and column of loss_and_gradient
-            block_rows = block.products(), group.begin * chunk_size + block.first, chunk_size, block.first
-            loss += score_kernels.loss_and_gradient(*block_rows, queries, candidates, self._settings, *scratch)
+            numbers = BlockQueries(group.begin * chunk_size + block.first, chunk_size, block.first)
+            arrays = block.products(), numbers, queries, candidates
+            loss += score_kernels.loss_and_gradient(*arrays, self._settings, *scratch)
             block.backward()
         return loss
 

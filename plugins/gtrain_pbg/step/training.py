@@ -14,7 +14,7 @@ from torch import Tensor
 from gtrain.nn.recipe import EdgeRecipe
 from gtrain_pbg.kernels import rows as kernels
 from gtrain_pbg.kernels import updates
-from gtrain_pbg.kernels.updates import GradientSums, RowChains
+from gtrain_pbg.kernels.updates import GradientSums, RowChains, UpdatedTable
 from gtrain_pbg.step.chunks import ChunkTraining, fits
 from gtrain_pbg.step.layout import BatchLayout, EdgeBatch, Operand, PartitionRows, Workspace, bits, compact, layout_of
 from gtrain_pbg.step.relations import RelationOperator, RelationWeights, UpdateRule
@@ -130,7 +130,7 @@ class TrainingStep:
     # ---------------------------------------------------------------------------------------------- both directions
 
     def _train_reciprocal(self, batch: EdgeBatch, sides: tuple[BatchSide, BatchSide], weight: Tensor) -> float:
-        """Reciprocal relations: each direction transforms its queries by its operator, or there is no operator."""
+        """Reciprocal relations: each direction transforms its queries by its operator, if it has one."""
         lost = 0.0
         directions = ((self.recipe.tail_negs, self._forwards), (self.recipe.head_negs, self._backwards))
         for given, (replaced, operator) in enumerate(directions):
@@ -304,5 +304,5 @@ class TableUpdate:
             first += side.ids.numel()
         split, gradients = sides[0].ids.numel(), (sides[0].gradients, sides[-1].gradients)
         work = self._work.take("row", value.shape[1]).numpy()
-        layout = sides[0].layout
-        updates.scatter(chains, rows, split, *gradients, layout, value, state, rule.numbers, self._has_bias, work)
+        updated = UpdatedTable(value, state, rule.numbers, self._has_bias)
+        updates.scatter(chains, rows, split, gradients, sides[0].layout, updated, work)

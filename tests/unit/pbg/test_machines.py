@@ -549,7 +549,7 @@ def test_a_machine_is_missed_only_where_nothing_is_lost_with_it(
     ask(server, "begin", 0, **{**BEGIN, "holding": holding})
     now[0] = 8.0
     for rank in (0, 1):
-        assert ask(server, "beat", rank).fields == {"missing": []}  # type: ignore[attr-defined]
+        assert ask(server, "beat", rank).fields == {"lost_servers": []}  # type: ignore[attr-defined]
     server.methods()["pulse"](Message({}), Caller("parameter 0", 1, 1))
     now[0] = 11.0  # machine 1, with ranks 2 and 3, was silent
     server.check_members()
@@ -557,7 +557,7 @@ def test_a_machine_is_missed_only_where_nothing_is_lost_with_it(
         with pytest.raises(JobEndedError, match=why):
             ask(server, "beat", 0)
     else:
-        assert ask(server, "beat", 0).fields == {"missing": ["parameter 1"]}  # type: ignore[attr-defined]
+        assert ask(server, "beat", 0).fields == {"lost_servers": ["parameter 1"]}  # type: ignore[attr-defined]
         assert list(server.members.lost) == [1]
 
 
