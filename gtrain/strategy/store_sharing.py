@@ -8,6 +8,7 @@ store opens that one, so machines that do share a folder fetch nothing.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,23 +28,26 @@ _servers: list[FileServer] = []
 """They serve as long as this process lives."""
 _shared = 0
 """Stores that this process has shared or opened so far: the key of the next one, equal on all ranks."""
+_shared_modules: weakref.WeakSet[GraphDataModule] = weakref.WeakSet()
+"""Data modules of these stores: a strategy prepares a data module again that the task has prepared."""
 
 
 def prepare_shared(data: GraphDataModule, environment: ClusterEnvironment) -> None:
     """Prepare the store on machine 0, and open it or a replica of it on the others.
 
-    All ranks call this in the same order, once for each data module.
+    All ranks call this in the same order of data modules; later calls for the same one change nothing.
 
     Raises:
         GtrainError: see :meth:`~gtrain.data.module.GraphDataModule.prepare_data`.
         PeerLostError: rank 0 ended.
     """
     network, rank = job_network(environment), environment.global_rank()
-    if not network.spans_hosts or data.has_store:
+    if not network.spans_hosts or data.has_store or data in _shared_modules:
         data.prepare_data()
         return
     global _shared
     _shared += 1
+    _shared_modules.add(data)
     on_first = network.machine_of(rank) == 0
     if on_first:
         data.prepare_data()
