@@ -21,10 +21,11 @@ class Network:
     Args:
         machines: number of machines.
         rate: limit of what each machine sends, in the notation of tc, such as ``100mbit``; None: no limit.
+        strangers: how many of them, the last ones, do not belong to the job.
     """
 
-    def __init__(self, machines: int, rate: str | None = None) -> None:
-        self._rate = rate
+    def __init__(self, machines: int, rate: str | None = None, strangers: int = 0) -> None:
+        self._rate, self._strangers = rate, strangers
         self._hub = f"gtrain-{os.getpid()}-hub"
         self._names = [f"gtrain-{os.getpid()}-{machine}" for machine in range(machines)]
 
@@ -62,22 +63,42 @@ class Network:
         """Take the port of a machine at the switch ``down``, or ``up`` again."""
         _ip(f"-n {self._hub} link set port{machine} {state}")
 
-    def start(self, machine: int, folder: Path, *arguments: str) -> Program:
+    def start(
+        self,
+        machine: int,
+        folder: Path,
+        *arguments: str,
+        rank: int | None = None,
+        access: str | None = "cluster.isolated=true",
+    ) -> Program:
         """Start ``gtrain ARGUMENTS`` on a machine, as its share of a job that trains until it is :func:`enough`.
 
         Results are in the folder ``run``, logs of other machines than the first in ``run-<machine>``.
+
+        Args:
+            machine: the machine.
+            folder: where all machines of the job run.
+            arguments: of the command.
+            rank: ``cluster.rank``, if it is not the number of the machine.
+            access: the setting that says who may take part in the job, if any.
         """
-        job = (f"trainer.num_nodes={len(self._names)}", "cluster=manual", f"cluster.rank={machine}")
-        meet = (f"cluster.rendezvous=file://{folder}/rendezvous", "cluster.isolated=true")
+        number = f"cluster.rank={machine if rank is None else rank}"
+        job = (f"trainer.num_nodes={len(self._names) - self._strangers}", "cluster=manual", number)
+        meet = (f"cluster.rendezvous=file://{folder}/rendezvous", *([] if access is None else [access]))
         run = f"run-{machine}" if machine else "run"
         program = (_ENTER, self._names[machine], "gtrain")
         return lasting(folder, *arguments, *job, *meet, run=run, program=program)
 
+    def run(self, machine: int, folder: Path, module: str, *arguments: str) -> Program:
+        """Start ``python -m MODULE ARGUMENTS`` on a machine; the module may be one of the tests'."""
+        path = os.pathsep.join([str(Path(__file__).parent), str(REPO / "tests" / "assets")])
+        return Program(_ENTER, self._names[machine], module, *arguments, cwd=folder, env={"PYTHONPATH": path})
+
 
 @contextmanager
-def network(machines: int, rate: str | None = None) -> Iterator[Network]:
+def network(machines: int, rate: str | None = None, strangers: int = 0) -> Iterator[Network]:
     """Machines that are gone afterwards; skips the test where they cannot be made."""
-    made = Network(machines, rate)
+    made = Network(machines, rate, strangers)
     try:
         if os.geteuid() != 0:
             pytest.skip("network namespaces take root")

@@ -1,4 +1,4 @@
-"""Processes from outside that speak to a job's servers: idle, garbage, oversize and mutated, over TCP."""
+"""Processes from outside that speak to a job: idle, garbage, oversize and mutated, over TCP, and with other keys."""
 
 from __future__ import annotations
 
@@ -6,27 +6,38 @@ import contextlib
 import os
 import random
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgpack
 import torch
+from helpers import LIMIT
 
-from gtrain.wire import Limits
+from gtrain.errors import GtrainError
+from gtrain.launch import links
+from gtrain.wire import Client, Limits, RemoteError, Security, WireError
 from gtrain.wire.header import Header, MessageType, pack_body, pack_header
 from gtrain.wire.message import to_frames
 
 IDLE, GARBAGE, OVERSIZE, MUTATED = 500, 600, 200, 500
-_WAIT_SECONDS = 0.5
+_RECORD = 5
+"""As much of a greeting as TLS takes for the head of a record, of a wrong version, and answers at once."""
 _GREETING = b"\xff" + bytes(8) + b"\x7f"
 """What a ZeroMQ socket says to whoever connects: by this a server is told from gloo and from the key-value store."""
 
 
 def attack(pids: list[int], seed: int = 0) -> int:
-    """Do all of it to every server that these processes listen for; returns how many there are.
+    """:func:`attack_servers` where these processes listen."""
+    return attack_servers([address for pid in pids for address in listening(pid)], seed)
+
+
+def attack_servers(addresses: Sequence[tuple[str, int]], seed: int = 0) -> int:
+    """Do all of it to every server among these addresses; returns how many there are.
 
     Sockets that say nothing are held open to the end. What has the shape of a message has the name of no rank.
     """
     chance = random.Random(seed)
-    addresses = [address for pid in pids for address in listening(pid) if _is_server(address)]
+    addresses = [address for address in addresses if _is_server(address)]
     for address in addresses:
         with contextlib.ExitStack() as held:
             for _ in range(IDLE):
@@ -38,6 +49,50 @@ def attack(pids: list[int], seed: int = 0) -> int:
             for number in range(MUTATED):
                 _say(address, _mutated(chance, keys=number % 2 == 0))
     return len(addresses)
+
+
+def attack_stores(addresses: Sequence[tuple[str, int]], payload: bytes, seed: int = 0) -> None:
+    """Say to each address what the key-value store, or a rank that others connect to, would read from a peer.
+
+    A rank listens until the others are connected, and the files of a checkpoint are served until the next one: an
+    address that has gone is passed over.
+
+    Args:
+        addresses: where processes of a job listen.
+        payload: bytes that stand where messages carry values.
+        seed: of the bytes that mean nothing.
+    """
+    chance = random.Random(seed)
+    request = msgpack.packb(["set", "gtrain-agreed/1", payload])
+    for address in addresses:
+        with contextlib.suppress(ConnectionError), contextlib.ExitStack() as held:
+            for _ in range(IDLE):
+                held.enter_context(socket.create_connection(address))
+            for text in (payload, b"gtrain 1?\n" + payload, len(request).to_bytes(4, "big") + request):
+                _say(address, text)
+            for _ in range(GARBAGE):
+                _say(address, chance.randbytes(chance.randrange(1, 4096)))
+
+
+def let_in(addresses: Sequence[tuple[str, int]], key_file: str, seconds: float) -> list[str]:
+    """Try to join at each address with the keys of a file, for so long; returns the addresses that let it in."""
+    entered, keys = [], Security.load(key_file)
+    for host, port in addresses:
+        address = f"tcp://{host}:{port}"
+        if not _is_server((host, port)):
+            with contextlib.suppress(GtrainError), links.connect(address, key_file, seconds, listens=True):
+                entered.append(address)
+            continue
+        with Client(address, peer="server", security=keys) as client:
+            try:
+                client.request("gtrain.figures", timeout_seconds=seconds)
+            except RemoteError:  # it has answered that it has no such method
+                entered.append(address)
+            except WireError:
+                continue
+            else:
+                entered.append(address)
+    return entered
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
@@ -57,7 +112,8 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 
 def _is_server(address: tuple[str, int]) -> bool:
-    with socket.create_connection(address, timeout=_WAIT_SECONDS) as line, contextlib.suppress(TimeoutError):
+    with contextlib.suppress(OSError), socket.create_connection(address, timeout=LIMIT) as line:
+        line.sendall(_GREETING[:_RECORD])
         return line.recv(1) == _GREETING[:1]
     return False
 
