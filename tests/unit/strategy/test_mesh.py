@@ -79,6 +79,35 @@ def on_all(groups: list[Group], act: Callable[[Group], Any]) -> list[Any]:
         return list(pool.map(run, groups))
 
 
+class Clock:
+    """The seconds of :mod:`gtrain.strategy.mesh`: each answered heartbeat of a rank takes a quarter of one.
+
+    A rank that answers is then never silent for long, however late a loaded machine lets its threads run.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, until: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._seconds, self._until, self._peer = 0.0, until, mesh._peers[rank]
+        self._send = self._peer.send_control
+        monkeypatch.setattr(self._peer, "send_control", self._ping)
+        monkeypatch.setattr(module, "time", self)
+
+    def monotonic(self) -> float:
+        return self._seconds
+
+    def _ping(self, *frame: Any) -> None:
+        self._peer.waits_for = None  # type: ignore[assignment]  # until the answer has it
+        self._send(*frame)
+        while self._peer.waits_for is None:
+            time.sleep(0.001)
+        self._seconds = min(self._until, self._seconds + 0.25)
+
+
+def watching(mesh: Mesh) -> None:
+    """Return when a rank sends heartbeats to the one that it waits for."""
+    while not mesh._waiting:
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("keys", [False, True], ids=["within a machine", "encrypted"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_collectives(size: int, keys: bool, key_file: str) -> None:
@@ -156,9 +185,14 @@ def test_a_silent_rank_is_named_by_all_who_wait_for_it_in_the_end(monkeypatch: p
     ) as made:
         for peer in made[2]._peers.values():
             monkeypatch.setattr(peer, "send_control", lambda *_: None)  # rank 2 is stopped
+        for mesh in made:
+            for peer in mesh._peers.values():
+                peer.last_heard = 0.0
+        Clock(made[0], 1, 4.0, monkeypatch)
         with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(lambda: made[0].wait(made[0].receive(memoryview(bytearray(4)), 1, 1)))
             second = pool.submit(lambda: made[1].wait(made[1].receive(memoryview(bytearray(4)), 2, 1)))
+            watching(made[1])
+            first = pool.submit(lambda: made[0].wait(made[0].receive(memoryview(bytearray(4)), 1, 1)))
             with pytest.raises(SilentRankError, match=r"rank 2 \(machine 2\) has sent no heartbeat for \d+ s"):
                 second.result()
             made[1].send(memoryview(b"late"), 0, 1)
@@ -175,9 +209,14 @@ def test_a_rank_that_is_waited_for_by_other_connections_is_watched_too(monkeypat
     with meshes(3, seconds=3.0, say=lambda name, _: said.append(name)) as made:
         for peer in made[2]._peers.values():
             monkeypatch.setattr(peer, "send_control", lambda *_: None)  # rank 2 is stopped
+        for mesh in made:
+            for peer in mesh._peers.values():
+                peer.last_heard = 0.0
+        Clock(made[0], 1, 4.0, monkeypatch)
         with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(lambda: made[0].wait(made[0].receive(memoryview(bytearray(4)), 1, 1)))
             second = pool.submit(lambda: made[1].watch(2, reply.wait))
+            watching(made[1])
+            first = pool.submit(lambda: made[0].wait(made[0].receive(memoryview(bytearray(4)), 1, 1)))
             with pytest.raises(SilentRankError, match=r"rank 2 has sent no heartbeat for \d+ s"):
                 second.result()
             made[1].send(memoryview(b"late"), 0, 1)
