@@ -36,6 +36,7 @@ from pyg_network import slow_network
 from sar_overlap import impossible
 
 HERE = Path(__file__).resolve().parent
+PEERS = HERE / "peers"
 WHAT = ("loader", "ranks", "model", "memory", "cache", "network", "subgraphs")
 MBIT, MILLISECONDS = 1000, 2.0
 FAN_OUT = "15,10,5"
@@ -144,7 +145,14 @@ def measure_loader(bench: Bench) -> Iterator[Check]:
         print("DGL: skipped, it is not installed: pip install 'gtrain[dgl]'")
         return
     out = bench.folder / "dgl.json"
-    script = [sys.executable, str(HERE / "pyg_dgl.py"), bench.store_path, FAN_OUT, str(BATCH), str(bench.steps)]
+    script = [
+        sys.executable,
+        str(PEERS / "pyg_dgl.py"),
+        bench.store_path,
+        FAN_OUT,
+        str(BATCH),
+        str(bench.steps),
+    ]
     bench.command([*script, str(out)])
     theirs = [json.loads(out.read_text())]
     show("DGL, one process", theirs)
@@ -169,7 +177,14 @@ def measure_model(bench: Bench) -> Iterator[Check]:
     if not any(importlib.util.find_spec(name) for name in ("pyg_lib", "torch_sparse")):
         print("PyG's own sampling: skipped, neither pyg-lib nor torch-sparse is installed; its loader gets our kernels")
     out = bench.folder / "nodeloader.json"
-    script = [sys.executable, str(HERE / "pyg_nodeloader.py"), bench.store_path, FAN_OUT, str(BATCH), str(bench.steps)]
+    script = [
+        sys.executable,
+        str(PEERS / "pyg_nodeloader.py"),
+        bench.store_path,
+        FAN_OUT,
+        str(BATCH),
+        str(bench.steps),
+    ]
     bench.command([*script, str(out)])
     theirs = [json.loads(out.read_text())]
     show("PyG's NodeLoader, untrimmed", theirs)
