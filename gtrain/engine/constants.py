@@ -52,14 +52,15 @@ class Constants:
         tensors = [tensor for tensor in key if tensor is not None]
         if not self.caches(*tensors):
             return compute()
-        for others, cached_settings, result, version in self._results[tensors[0]]:
-            unchanged = cached_settings == settings and _version(result) == version
+        versions = tuple(map(version_of, tensors))
+        for others, cached_settings, result, version, of_key in self._results[tensors[0]]:
+            unchanged = cached_settings == settings and version_of(result) == version and of_key == versions
             if unchanged and len(others) == len(key) - 1 and all(a is b for a, b in zip(others, key[1:], strict=True)):
                 return result
         result = compute()
         if not result.is_inference():
             # Autograd cannot use inference tensors later.
-            self._results[tensors[0]].append((key[1:], settings, result, _version(result)))
+            self._results[tensors[0]].append((key[1:], settings, result, version_of(result), versions))
         return result
 
     def blocks(self, tensor: Tensor) -> dict[int, Tensor] | None:
@@ -73,6 +74,6 @@ class Constants:
         return cached if cached or not torch.is_inference_mode_enabled() else None
 
 
-def _version(tensor: Tensor) -> int | None:
+def version_of(tensor: Tensor) -> int | None:
     """Return the number of in-place changes of a tensor; None in inference mode, which does not count them."""
     return None if tensor.is_inference() else tensor._version

@@ -25,7 +25,7 @@ from torch_geometric.nn.conv import (
     SGConv,
 )
 
-from gtrain.engine.constants import Constants
+from gtrain.engine.constants import Constants, version_of
 from gtrain.engine.edges import EdgeBlock, EdgeBlocks
 from gtrain.engine.fused_layers import FusedLayers, count_hop
 from gtrain.engine.halo import HaloExchange
@@ -237,10 +237,11 @@ class LocalEdges:
             IndexError: an edge names a node that does not exist.
         """
         by_size = self._known.setdefault(edge_index, {})
-        size = self.num_sources, self.num_targets
-        if size not in by_size:
-            by_size[size] = self._sorted(edge_index)
-        return by_size[size]
+        # A module may change its edges in place.
+        key = self.num_sources, self.num_targets, version_of(edge_index)
+        if key not in by_size:
+            by_size[key] = self._sorted(edge_index)
+        return by_size[key]
 
     def _sorted(self, edge_index: Tensor) -> EdgeBlocks:
         source, target = edge_index.detach()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn.conv import GATConv, MessagePassing, RGCNConv
 
-from gtrain.engine.constants import Constants
+from gtrain.engine.constants import Constants, version_of
 from gtrain.engine.edges import BlockSource, EdgeBlock, EdgeBlocks, sort_edges
 from gtrain.engine.fused_layers import count_hop
 from gtrain.engine.kernels import load_attention, load_sums
@@ -262,8 +262,8 @@ class _Memoized:
         self._results: Any = WeakIdKeyDictionary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        key = (*args, *sorted(kwargs.items()))
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        key = (*args, *sorted(kwargs.items()), tuple(map(version_of, tensors)))
         if not all(tensor in self._constants for tensor in tensors):
             return self._original(*args, **kwargs)
         for cached_key, result in self._results.get(tensors[0], []):

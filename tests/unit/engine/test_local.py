@@ -267,6 +267,18 @@ def test_dropout_of_coefficients_is_that_of_pyg(loops: bool, engine: LocalEngine
     assert not torch.equal(found[0], result(conv.eval(), batch.x, batch.edge_index)[0])  # type: ignore[arg-type]
 
 
+def test_tensors_that_a_module_changes_in_place_are_read_again(engine: LocalEngine) -> None:
+    network, data = GCN(IN, 6, 2, 3).double(), graph()
+    engine.add_constants(data.values())
+    engine.install(network)
+    network(data["x"], data["edge_index"])
+    data["x"].mul_(2)
+    data["edge_index"][0, :50] = 7
+    found = network(data["x"], data["edge_index"])
+    engine.uninstall()
+    torch.testing.assert_close(found, network(data["x"], data["edge_index"]), rtol=1e-10, atol=1e-10)
+
+
 def test_a_network_of_another_graph_runs_in_the_same_run(engine: LocalEngine) -> None:
     """A module may pool nodes, or call a layer with several graphs; only the batch's tensors are constant."""
     network, data = GCN(IN, 6, 2, 3).double(), graph()
