@@ -82,7 +82,9 @@ def test_stores_of_earlier_releases_open(archive: Path, tmp_path: Path) -> None:
 def test_runs_of_earlier_releases_go_on(archive: Path, run: str, verb: str, tmp_path: Path) -> None:
     stores = unpack(archive, tmp_path)
     said = expected(archive)["runs"][run][verb]
-    ok(gtrain(*said["arguments"], cwd=tmp_path))
+    # Earlier releases ran the layers of single and pyg as PyG wrote them; kernels add in another order.
+    as_written = ["strategy.layers=plain"] if run.partition("_")[0] in ("single", "pyg") else []
+    ok(gtrain(*said["arguments"], *as_written, cwd=tmp_path))
     assert {path.name for path in (tmp_path / "data" / "stores").iterdir()} == stores, "none is made again"
     found = differences(result(run, verb, tmp_path), said["result"])
     if run in OTHER_AUC:

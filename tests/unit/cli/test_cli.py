@@ -260,7 +260,8 @@ def test_a_typo_in_a_sweep_is_a_mistake() -> None:
 
 def test_a_class_variable_of_the_settings_is_no_key() -> None:
     cfg = composed("strategy=single", "strategy.group=x")
-    with pytest.raises(ConfigError, match=r"strategy has no key group; its keys are dropout, name, timeout_seconds\."):
+    expected = r"strategy has no key group; its keys are dropout, layers, name, timeout_seconds\."
+    with pytest.raises(ConfigError, match=expected):
         config.fit_strategy(cfg, ["strategy.group"])
 
 
