@@ -485,8 +485,22 @@ def _sources_and_targets(x: Any) -> tuple[Tensor, int] | None:
         return None
     if not x.is_floating_point() or x.layout != torch.strided or targets.layout != torch.strided:
         return None
-    first = targets is x or (targets.data_ptr(), targets.stride()) == (x.data_ptr(), x.stride())
-    return (x, len(targets)) if first and targets.size(1) == x.size(1) else None
+    return (x, len(targets)) if targets is x or _is_prefix(targets, x) else None
+
+
+def _is_prefix(targets: Tensor, x: Tensor) -> bool:
+    """Whether ``targets`` are the first rows of ``x``, with the gradient that a slice has."""
+    memory = (targets.data_ptr(), targets.stride(), targets.dtype) == (x.data_ptr(), x.stride(), x.dtype)
+    if not memory or len(targets) > len(x) or targets.size(1) != x.size(1):
+        return False
+    if not (targets.requires_grad or x.requires_grad) or not torch.is_grad_enabled():
+        return True
+    # Memory alone does not tell a slice from a detached one.
+    node = targets.grad_fn
+    if node is None or type(node).__name__ not in ("SliceBackward0", "AliasBackward0"):
+        return False
+    source: Any = node.next_functions[0][0]
+    return source is x.grad_fn if x.grad_fn is not None else getattr(source, "variable", None) is x
 
 
 def has_hooks(conv: MessagePassing) -> bool:

@@ -150,6 +150,31 @@ def test_targets_may_be_the_first_sources(name: str, engine: LocalEngine) -> Non
     assert_equal(result(conv, pair, edge_index, **kwargs), expected)
 
 
+@pytest.mark.parametrize("targets", [lambda x: x[:20].detach(), lambda x: x[:20] * 2, lambda x: x.view_as(x)[:20]])
+def test_targets_that_share_memory_alone_keep_their_gradient(targets: Any, engine: LocalEngine) -> None:
+    conv, data = SAGEConv(IN, 5).double(), graph()
+    edge_index = data["edge_index"][:, data["edge_index"][1] < 20]
+
+    def gradient() -> Tensor:
+        x = data["x"].clone().requires_grad_()
+        conv((x, targets(x)), edge_index).square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    expected = gradient()
+    engine.install(conv)
+    torch.testing.assert_close(gradient(), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_sliced_pair_runs_as_one_function(engine: LocalEngine) -> None:
+    conv, data = SAGEConv(IN, 5).double(), graph()
+    edge_index = data["edge_index"][:, data["edge_index"][1] < 20]
+    engine.install(conv)
+    for x in (data["x"], data["x"].clone().requires_grad_(), nn.Linear(IN, IN).double()(data["x"])):
+        out = conv((x, x[:20]), edge_index)
+        assert type(out.grad_fn).__name__ in ("_SumThenTransformBackward", "_TransformThenSumBackward")
+
+
 def test_other_targets_than_sources(engine: LocalEngine) -> None:
     conv, data = (
         HeteroConv({("a", "to", "b"): SAGEConv((IN, IN), 5), ("b", "to", "b"): GATConv(IN, 5, heads=1)}),
