@@ -271,8 +271,8 @@ def become(order: dict[str, Any]) -> None:
     tempfile.tempdir = None
     is_module = order["args"][0] == "-m"
     name, *arguments = order["args"][1:] if is_module else order["args"]
-    found = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path[1:]]
-    sys.path[:1] = [os.getcwd() if is_module else os.path.dirname(os.path.abspath(name)), *found]
+    added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path[1:]]
+    sys.path[:1] = [os.getcwd() if is_module else os.path.dirname(os.path.abspath(name)), *added]
     sys.argv[:] = [name, *arguments]
     try:
         if is_module:

@@ -225,6 +225,11 @@ class LocalEdges:
     def __init__(self, num_sources: int, num_targets: int, known: Any) -> None:
         self.num_sources, self.num_targets, self._known = num_sources, num_targets, known
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """The numbers of sources and targets, as PyG's methods take them."""
+        return self.num_sources, self.num_targets
+
     @cached_property
     def exchange(self) -> HaloExchange:
         """The sources."""
@@ -238,7 +243,7 @@ class LocalEdges:
         """
         by_size = self._known.setdefault(edge_index, {})
         # A module may change its edges in place.
-        key = self.num_sources, self.num_targets, version_of(edge_index)
+        key = *self.size, version_of(edge_index)
         if key not in by_size:
             by_size[key] = self._sorted(edge_index)
         return by_size[key]
@@ -264,30 +269,26 @@ class LocalEdges:
 class AsWritten:
     """Calls that run as PyG wrote them."""
 
-    def propagate(self, conv: MessagePassing, edge_index: Tensor, edges: Any, kwargs: dict[str, Any]) -> Tensor:
+    def propagate(self, conv: MessagePassing, edge_index: Tensor, edges: LocalEdges, kwargs: dict[str, Any]) -> Tensor:
         """Return the result of ``conv.propagate``, [num_targets, ...]."""
-        return run_as_written(conv, "propagate", edge_index, _size(edges), kwargs)
+        return run_as_written(conv, "propagate", edge_index, edges.size, kwargs)
 
-    def edge_updater(self, conv: MessagePassing, edge_index: Tensor, edges: Any, kwargs: dict[str, Any]) -> Any:
+    def edge_updater(self, conv: MessagePassing, edge_index: Tensor, edges: LocalEdges, kwargs: dict[str, Any]) -> Any:
         """Return the result of ``conv.edge_updater``, [E, ...]."""
-        return run_as_written(conv, "edge_updater", edge_index, _size(edges), kwargs)
+        return run_as_written(conv, "edge_updater", edge_index, edges.size, kwargs)
 
     def attend(
         self,
         conv: MessagePassing,
         edge_index: Tensor,
-        edges: Any,
+        edges: LocalEdges,
         kwargs: dict[str, Any],
         deferred: tuple[str, DeferredCoefficients],
     ) -> Tensor:
         """Return the result of ``conv.propagate``, after the deferred ``edge_updater``."""
         name, update = deferred
-        alpha = run_as_written(conv, "edge_updater", update.edge_index, _size(edges), update.kwargs)
-        return run_as_written(conv, "propagate", edge_index, _size(edges), {**kwargs, name: alpha})
-
-
-def _size(edges: Any) -> tuple[int, int]:
-    return edges.exchange.shard.num_local, edges.num_targets
+        alpha = run_as_written(conv, "edge_updater", update.edge_index, edges.size, update.kwargs)
+        return run_as_written(conv, "propagate", edge_index, edges.size, {**kwargs, name: alpha})
 
 
 def run_as_written(conv: MessagePassing, method: str, edge_index: Any, size: Any, kwargs: dict[str, Any]) -> Any:

@@ -42,8 +42,8 @@ _SERVED = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "file", "local")
 """Protocols by which a file is replaced in one step."""
 _DIRPATH = "callbacks.checkpoint.dirpath"
 
-_begun: set[tuple[str, str]] = set()
-"""Addresses of the checkpoints that this process has begun to write, each with the writer."""
+_started: set[tuple[str, str]] = set()
+"""Addresses of the checkpoints that this process has started to write, each with the writer."""
 
 
 def check_dirpath(address: str) -> None:
@@ -88,21 +88,21 @@ class RemoteCheckpoint:
         """Announce on rank 0 that the checkpoint is written, before the others :meth:`add` their files.
 
         Raises:
-            CheckpointError: another run writes to the same address since this one began.
+            CheckpointError: another run writes to the same address since this one started.
         """
         manifest = self._json(MANIFEST) or {}
         writer = (self._json(_MARKER) or manifest).get("writer", self._writer)
-        if (self.address, self._writer) in _begun and writer != self._writer:
+        if (self.address, self._writer) in _started and writer != self._writer:
             raise self._other_writer(writer)
         for name in self._files.sizes():
             if _OBJECTS.fullmatch(name) and name != manifest.get("objects"):
                 self._files.remove(name)  # a killed run left it
         marker = {"objects": secrets.token_hex(8), "writer": self._writer}
         self._files.put_bytes(_MARKER, json.dumps(marker).encode())
-        _begun.add((self.address, self._writer))
+        _started.add((self.address, self._writer))
 
     def add(self, folder: Path, rank: int) -> None:
-        """Write the files of a local folder, those of one rank, into the checkpoint that rank 0 began."""
+        """Write the files of a local folder, those of one rank, into the checkpoint that rank 0 started."""
         objects, entries = self._objects(), {}
         for file in sorted(folder.iterdir()):
             self._files.put(file, f"{objects}/{file.name}")
@@ -111,7 +111,7 @@ class RemoteCheckpoint:
 
     @property
     def is_written(self) -> bool:
-        """Whether the checkpoint was begun and is not finished."""
+        """Whether the checkpoint was started and is not finished."""
         return self._files.exists(_MARKER)
 
     def added(self) -> dict[str, Any]:
@@ -228,10 +228,10 @@ class RemoteCheckpoint:
     # ------------------------------------------------------------------------------------------------ inside
 
     def _objects(self) -> str:
-        """Return the folder of the checkpoint that rank 0 began.
+        """Return the folder of the checkpoint that rank 0 started.
 
         Raises:
-            CheckpointError: another run has begun to write to the same address since.
+            CheckpointError: another run has started to write to the same address since.
         """
         marker = self._json(_MARKER) or {"writer": None}
         if marker["writer"] != self._writer:
@@ -241,7 +241,7 @@ class RemoteCheckpoint:
     def _other_writer(self, writer: str | None) -> CheckpointError:
         return CheckpointError(
             f"{self.address} is written by another run, {writer or 'which has removed that of this run'}.",
-            hint=f"give each run a {_DIRPATH} of its own, such as 's3://bucket/${{now:%Y-%m-%d-%H-%M-%S}}'.",
+            hint=f"give each run a separate {_DIRPATH}, such as 's3://bucket/${{now:%Y-%m-%d-%H-%M-%S}}'.",
         )
 
     def _json(self, name: str) -> dict[str, Any] | None:

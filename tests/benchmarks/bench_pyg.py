@@ -206,13 +206,13 @@ def products_alone(targets: list[float]) -> float:
         for rows, inputs, outputs in zip(map(int, targets), (100, 256, 256), (256, 256, 47), strict=True):
             x, weight, gradient = torch.ones(rows, inputs), torch.ones(outputs, inputs), torch.ones(rows, outputs)
             out, dweight, dx = torch.empty(rows, outputs), torch.empty(outputs, inputs), torch.empty(rows, inputs)
-            began = time.process_time()
+            start = time.process_time()
             for _ in range(2):
                 torch.mm(x, weight.t(), out=out)
                 torch.mm(gradient.t(), x, out=dweight)
                 if inputs == 256:  # the features have no gradient
                     torch.mm(gradient, weight, out=dx)
-            spent.append(time.process_time() - began)
+            spent.append(time.process_time() - start)
     return statistics.median(sum(spent[i : i + 3]) for i in range(0, len(spent), 3))
 
 

@@ -84,8 +84,8 @@ def result(conv: nn.Module, x: Any, *args: Any, **kwargs: Any) -> list[Tensor | 
     return [out.detach(), leaf.grad, *(None if p.grad is None else p.grad.clone() for p in conv.parameters())]
 
 
-def assert_equal(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
-    for a, b in zip(found, expected, strict=True):
+def assert_equal(actual: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    for a, b in zip(actual, expected, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
@@ -287,9 +287,9 @@ def test_dropout_of_coefficients_is_that_of_pyg(loops: bool, engine: LocalEngine
 
     expected = step(lambda _: True)
     engine.install(conv)
-    found = step(lambda layer: not engine.runs(layer))
-    assert_equal(found, expected)
-    assert not torch.equal(found[0], result(conv.eval(), batch.x, batch.edge_index)[0])  # type: ignore[arg-type]
+    actual = step(lambda layer: not engine.runs(layer))
+    assert_equal(actual, expected)
+    assert not torch.equal(actual[0], result(conv.eval(), batch.x, batch.edge_index)[0])  # type: ignore[arg-type]
 
 
 def test_tensors_that_a_module_changes_in_place_are_read_again(engine: LocalEngine) -> None:
@@ -299,9 +299,9 @@ def test_tensors_that_a_module_changes_in_place_are_read_again(engine: LocalEngi
     network(data["x"], data["edge_index"])
     data["x"].mul_(2)
     data["edge_index"][0, :50] = 7
-    found = network(data["x"], data["edge_index"])
+    actual = network(data["x"], data["edge_index"])
     engine.uninstall()
-    torch.testing.assert_close(found, network(data["x"], data["edge_index"]), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(actual, network(data["x"], data["edge_index"]), rtol=1e-10, atol=1e-10)
 
 
 def test_a_network_of_another_graph_runs_in_the_same_run(engine: LocalEngine) -> None:
@@ -312,8 +312,8 @@ def test_a_network_of_another_graph_runs_in_the_same_run(engine: LocalEngine) ->
     engine.add_constants(data.values())
     engine.install(network)
     for _ in range(2):
-        found = network(data["x"], data["edge_index"]), network(data["x"][:10], few)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        actual = network(data["x"], data["edge_index"]), network(data["x"][:10], few)
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["sage", "gat", "sgc", "rgcn", "gcn"])

@@ -47,9 +47,9 @@ def save(address: str, value: float, run_folder: Path | None = None, epoch: int 
 def loaded(address: str, folder: Path) -> tuple[float, float, bytes]:
     """A value of the weights, of the rank's state, and the strategy's file, as written by :func:`save`."""
     RemoteCheckpoint(address).fetch(folder)
-    found = checkpoints.load(Group(), folder, nn.Linear(3, 2), restore_rng=False)
+    loaded = checkpoints.load(Group(), folder, nn.Linear(3, 2), restore_rng=False)
     checkpoints.verify_files(folder)
-    weight, rows = found.checkpoint["state_dict"]["weight"], found.shard["rows"]
+    weight, rows = loaded.checkpoint["state_dict"]["weight"], loaded.shard["rows"]
     return float(weight[0, 0]), float(rows[0]), (folder / "own.npy").read_bytes()
 
 
@@ -156,7 +156,7 @@ def test_two_runs_with_one_address_are_refused(address: str, tmp_path: Path, mon
         ours.add(tmp_path, 0)
     with pytest.raises(CheckpointError, match="is written by another run"):
         ours.begin()
-    monkeypatch.setattr(remote_checkpoint, "_begun", set())
+    monkeypatch.setattr(remote_checkpoint, "_started", set())
     save(address, 2, tmp_path / "a")
     assert loaded(address, tmp_path / "one") == (2, 2, b"\2")
 
