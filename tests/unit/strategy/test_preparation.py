@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 
 class Large(GraphDataModule):
-    """A source that takes 200 MiB for a moment, and remembers that it was read."""
+    """A source that takes 200 MiB until the process ends, which no sample can miss, and remembers that it was read."""
 
     name = "large"
     read_here = False
@@ -38,9 +38,9 @@ class Large(GraphDataModule):
 
     def read(self) -> Data:
         self.read_here = True
-        scratch = np.ones(200 * MIB, dtype=np.uint8)
+        self.scratch = np.ones(200 * MIB, dtype=np.uint8)
         graph = messy_graph()
-        graph.y[0] = int(scratch[0])
+        graph.y[0] = int(self.scratch[0])
         return graph
 
 
