@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gtrain.errors import CheckpointError
 from gtrain.graph.store.manifest import safe_name
+from gtrain.memory import pages
 from gtrain.strategy import tensor_files
 from gtrain.strategy.tensor_files import Writing
 
@@ -112,7 +113,8 @@ class PartitionStore(ABC):
 
     def read(self, key: str, like: Tensor) -> Tensor:
         """Return all rows of a partition, copied or mapped from a file; ``like`` has their shape and dtype."""
-        rows = torch.empty_like(like)
+        # Not in the heap, which would retain a partition's memory in gaps that the next does not fit.
+        rows = pages.zeros(like.nbytes).view(like.dtype).view(like.shape)
         self.load(key, {ROWS: rows})
         return rows
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from gtrain.errors import DataError, PeerLostError
+from gtrain.memory.heap import give_back_freed
 from gtrain.strategy import tensor_files
 from gtrain.strategy.server import ServerContext
 from gtrain.wire import Caller, Client, Message, PeerRestartedError, RemoteError
@@ -17,7 +18,7 @@ from gtrain_pbg.machines.folder import WRITE_ORDER, PartitionFolder
 from gtrain_pbg.machines.heartbeat import start_heartbeat
 from gtrain_pbg.partition_store import ROWS, PartitionStore, ReuseWaits
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 2 << 20
 """Bytes of a partition per message, which both sides hold besides the partition."""
 SILENT_SECONDS = 600.0
 """Time-out of a request: a slow disk may take a while."""
@@ -28,6 +29,8 @@ def main(context: ServerContext) -> None:
 
     The agent bound the socket before the fork; :class:`gtrain.wire.Server` adopts it, and closes it at the end.
     """
+    # Requests of several workers overlap at random: a heap that retains their pieces grows by each new overlap.
+    give_back_freed()
     folder = PartitionFolder(context.run_dir.absolute() / f"partition-server-{context.slot.rank}")
     if not context.restarts:
         folder.clear()
