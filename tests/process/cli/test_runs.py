@@ -250,3 +250,11 @@ def test_machines_that_share_a_run_folder(tmp_path: Path) -> None:
     finally:
         other.kill()
         other.wait()
+
+
+@pytest.mark.parametrize(("environment", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
+def test_openmp_threads_sleep_while_they_wait(environment: dict[str, str], policy: str, tmp_path: Path) -> None:
+    """OpenMP shows its settings when torch loads it: the command must have set the policy before."""
+    run = (*SMALL, "strategy=single", "trainer.max_epochs=1")
+    result = ok(helpers.gtrain(*run, cwd=tmp_path, env={"OMP_DISPLAY_ENV": "true", **environment}))
+    assert f"OMP_WAIT_POLICY = '{policy}'" in result.stderr
