@@ -94,6 +94,7 @@ class LocalEngine:
             relational = RelationalConv(conv, self._edges_of, _SCHEDULE, propagate)
             self._patches.undo_with(*relational.watch())
             propagate = relational.propagate
+        self._patches.undo_with(*self._propagation.watch(conv))
         self._patches.add(conv, "propagate", propagate)
         self._patches.add(conv, "edge_updater", partial(self._edge_updater, conv))
         self._propagation.transforms.install(conv)

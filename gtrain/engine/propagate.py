@@ -5,6 +5,7 @@ A linear layer and a linear aggregation commute: they are swapped where the aggr
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from gtrain.engine.constants import Constants
 from gtrain.engine.edges import BlockSource, EdgeBlocks
 from gtrain.engine.fused_layers import has_hooks, plain_linear
 from gtrain.engine.linear import LinearCall, aggregate
+from gtrain.engine.patching import RunHook
 from gtrain.engine.propagate_call import (
     PropagateCall,
     linear_call,
@@ -101,8 +103,15 @@ class Propagation:
         self.transforms = Transforms(shadow)
         self._returning_weights: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
 
-    def returns_weights(self, conv: MessagePassing, returns: bool) -> None:
-        """Record whether the running call of ``conv`` also returns the coefficients themselves."""
+    def watch(self, conv: MessagePassing) -> list[Callable[[], None]]:
+        """Note which calls of ``conv`` also return the coefficients themselves; return the functions that end this."""
+        if "return_attention_weights" not in inspect.signature(type(conv).forward).parameters:
+            return []
+        return [conv.register_forward_pre_hook(RunHook(self._note_weights), with_kwargs=True).remove]
+
+    def _note_weights(self, conv: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = inspect.signature(type(conv).forward).bind_partial(conv, *args, **kwargs).arguments
+        returns = arguments.get("return_attention_weights") is not None
         (self._returning_weights.add if returns else self._returning_weights.discard)(conv)
 
     def propagate(self, conv: MessagePassing, edge_index: Tensor, edges: BlockSource, kwargs: dict[str, Any]) -> Tensor:

@@ -73,9 +73,7 @@ class Patcher:
             if name in conv.__dict__:
                 self.patches.undo_with(partial(conv.__dict__.__setitem__, name, conv.__dict__[name]))
                 conv.__dict__[name] = None
-        if "return_attention_weights" in inspect.signature(type(conv).forward).parameters:
-            hook = conv.register_forward_pre_hook(self._note_weights, with_kwargs=True)
-            self.patches.undo_with(hook.remove)
+        self.patches.undo_with(*self.propagation.watch(conv))
         propagate: Callable[..., Tensor] = partial(self.propagate, conv)
         if type(conv).forward is RGCNConv.forward and self.schedule.compiled:
             relational = RelationalConv(conv, lambda _: self.edges(), self.schedule, propagate)
@@ -96,10 +94,6 @@ class Patcher:
         shards = DglShards(self._edges, self.schedule)
         self.patches.undo_with(shards.close)
         self.patches.add(layer, "forward", partial(shards.graph, layer))
-
-    def _note_weights(self, conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = inspect.signature(type(conv).forward).bind_partial(conv, *args, **kwargs).arguments
-        self.propagation.returns_weights(conv, arguments.get("return_attention_weights") is not None)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------------ replacements of methods
 

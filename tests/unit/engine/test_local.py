@@ -23,6 +23,7 @@ from torch_geometric.nn.conv import (
     RGCNConv,
     SAGEConv,
     SGConv,
+    TransformerConv,
 )
 
 from gtrain.engine.local import LocalEngine
@@ -123,6 +124,21 @@ def test_a_convolution_equals_its_own(name: str, engine: LocalEngine, monkeypatc
     assert (max([0, *map(int, ran)]) >= EDGES // 8) == (name == "gat with edges")
     engine.uninstall()
     assert not {"forward", "propagate", "edge_updater"} & vars(conv).keys()
+
+
+@pytest.mark.parametrize("kind", [GATConv, GATv2Conv, TransformerConv])
+def test_a_convolution_returns_its_coefficients(kind: Any, engine: LocalEngine) -> None:
+    conv, data = kind(IN, 4, heads=2).double(), graph()
+
+    def run() -> tuple[Tensor, Tensor]:
+        out, (_, alpha) = conv(data["x"], data["edge_index"], return_attention_weights=True)
+        return out, alpha
+
+    expected = run()
+    engine.install(conv)
+    for actual, of_pyg in zip(run(), expected, strict=True):
+        torch.testing.assert_close(actual, of_pyg, rtol=1e-10, atol=1e-10)
+    copy.deepcopy(conv)
 
 
 def _noted(message: Any, ran: list[str]) -> Any:
