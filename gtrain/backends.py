@@ -92,6 +92,13 @@ FULL_PRECISION = {
     "trainer.precision": Limit(("32-true", "64-true", "32", "64"), "computes exactly in 32-true and 64-true alone")
 }
 """Limit of a strategy that is exact in single and double precision alone."""
+BFLOAT16_TOO = {
+    "trainer.precision": Limit(
+        ("32-true", "64-true", "bf16-mixed", "bf16-true", "32", "64", "bf16"),
+        "computes in 32-true, 64-true, bf16-mixed and bf16-true alone",
+    )
+}
+"""Limit of a strategy that also multiplies in bfloat16."""
 UNEQUAL_STEPS = {
     key: Limit(allowed, "lets ranks take unequal numbers of steps, which meet at the ends of epochs")
     for key, allowed in {"trainer.val_check_interval": (None, 1.0), "trainer.max_steps": (-1,)}.items()

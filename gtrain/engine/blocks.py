@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from gtrain.engine.edges import EdgeBlocks
 from gtrain.engine.halo import HaloExchange, PendingExchange, add_rows, count_needed, push, stream
 from gtrain.engine.kernels import extreme_backward, extreme_forward, extreme_state
+from gtrain.engine.precision import sum_dtype
 from gtrain.engine.propagate_call import PropagateCall, message_parameters, random_state, replayed_random
 from gtrain.engine.schedule import Schedule
 
@@ -70,21 +71,24 @@ class _Fetched(torch.autograd.Function):
 
 
 class _RunningSum:
-    """Sum or mean of the messages of all blocks, which may be added in any order."""
+    """Sum or mean of the messages of all blocks, which may be added in any order; at least in float32."""
 
     def __init__(self, call: PropagateCall) -> None:
         self._call = call
         self._out: Tensor | None = None
+        self._dtype: torch.dtype | None = None
 
     def add(self, r: int, messages: Tensor) -> None:
         if self._out is None:
-            self._out = messages.new_zeros((self._call.blocks.num_targets, *messages.shape[1:]))
+            self._dtype, shape = messages.dtype, (self._call.blocks.num_targets, *messages.shape[1:])
+            self._out = messages.new_zeros(shape, dtype=sum_dtype(messages.dtype))
         add_rows(self._out, self._call.blocks.blocks[r].targets, messages)
 
     def finish(self) -> tuple[Tensor, ...]:
-        """Return the reduction."""
+        """Return the reduction, in the messages' dtype."""
         assert self._out is not None
-        return (self._out / self._call.blocks.divisor(self._out) if self._call.reduce == "mean" else self._out,)
+        out = self._out / self._call.blocks.divisor(self._out) if self._call.reduce == "mean" else self._out
+        return (out.to(self._dtype),)
 
 
 def mean_or_sum(call: PropagateCall, messages: Sequence[Tensor]) -> Tensor:
@@ -109,7 +113,10 @@ class _RunningExtreme:
         nothing = float("-inf") if self._largest else float("inf")
         block = messages.new_full((self._call.blocks.num_targets, *messages.shape[1:]), nothing)
         block.scatter_reduce_(0, index, messages, "amax" if self._largest else "amin")
-        ties = torch.zeros_like(block).scatter_add_(0, index, (messages == block.gather(0, index)).to(block.dtype))
+        attained = messages == block.gather(0, index)
+        # bfloat16 cannot count beyond 256.
+        ties = torch.zeros_like(block, dtype=sum_dtype(block.dtype))
+        ties.scatter_add_(0, index, attained.to(ties.dtype))
         if self._out is None or self._ties is None:
             self._out, self._ties = block, ties
             return
@@ -211,14 +218,18 @@ class Replay:
     def __init__(self, call: PropagateCall, saved: list[Tensor], needed: list[bool]) -> None:
         self._call, self._saved = call, saved
         self._data, self._parameters = saved[: len(call.tensors)], saved[len(call.tensors) :]
-        self._totals = {i: torch.zeros_like(t) for i, (t, need) in enumerate(zip(saved, needed, strict=True)) if need}
+        self._totals = {
+            i: torch.zeros_like(t, dtype=sum_dtype(t.dtype))
+            for i, (t, need) in enumerate(zip(saved, needed, strict=True))
+            if need
+        }
         self._sent = [i for i in call.sources if i in self._totals]
         self._pending: tuple[int, PendingExchange] | None = None
 
     @property
     def gradients(self) -> list[Tensor | None]:
         """The gradients of ``saved``; None for tensors that need none."""
-        return [self._totals.get(i) for i in range(len(self._saved))]
+        return [self._totals[i].to(t.dtype) if i in self._totals else None for i, t in enumerate(self._saved)]
 
     def run(self, schedule: Schedule, message_gradient: MessageGradient) -> None:
         """Process all blocks.
@@ -260,7 +271,7 @@ class Replay:
         if not messages.requires_grad:
             return {}
         inputs = [*leaves, *self._parameters]
-        gradient = message_gradient(self._call.blocks.blocks[r].targets, messages.detach())
+        gradient = message_gradient(self._call.blocks.blocks[r].targets, messages.detach()).to(messages.dtype)
         needed = [inputs[i] for i in self._totals]
         gradients = torch.autograd.grad(messages, needed, gradient, allow_unused=True)
         return {i: value for i, value in zip(self._totals, gradients, strict=True) if value is not None}
@@ -289,7 +300,8 @@ def extreme(blocks: EdgeBlocks, x: Tensor, largest: bool, schedule: Schedule) ->
     Returns:
         [num_targets, C]; 0 where a target has no edge.
     """
-    return _ExtremeOfRows.apply(blocks, largest, schedule, x)
+    # The kernels count ties in the dtype of rows.
+    return _ExtremeOfRows.apply(blocks, largest, schedule, x.to(sum_dtype(x.dtype))).to(x.dtype)
 
 
 class _ExtremeOfRows(torch.autograd.Function):

@@ -63,6 +63,15 @@ class Constants:
             self._results[tensors[0]].append((key[1:], settings, result, version_of(result), versions))
         return result
 
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a constant tensor in another dtype, a copy that is cached and constant too; others as they are."""
+        if tensor.dtype == dtype or not self.caches(tensor):
+            return tensor
+        copy = self.result((tensor,), ("cast", dtype), lambda: tensor.to(dtype))
+        if not copy.is_inference():
+            self.add([copy])
+        return copy
+
     def blocks(self, tensor: Tensor) -> dict[int, Tensor] | None:
         """Return the cached halo rows of a constant tensor by round, to be filled and read; None: not cached."""
         setting = self._schedule.cache_inputs

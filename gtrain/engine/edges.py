@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gtrain.engine.halo import HaloExchange
+from gtrain.engine.precision import sum_dtype
 from gtrain.errors import ConfigError
 from gtrain.kernels import ordering
 from gtrain.nn.dropout import Mask, edge_ids
@@ -131,8 +132,8 @@ class EdgeBlocks:
         return self._derived[key]
 
     def divisor(self, like: Tensor) -> Tensor:
-        """Return the in-degrees, at least 1, shaped to divide ``like`` ``[num_targets, ...]``."""
-        return self.in_degree.clamp(min=1).to(like.dtype).view(-1, *[1] * (like.dim() - 1))
+        """Return the in-degrees, at least 1, shaped to divide ``like`` ``[num_targets, ...]``; at least float32."""
+        return self.in_degree.clamp(min=1).to(sum_dtype(like.dtype)).view(-1, *[1] * (like.dim() - 1))
 
     def inverse_degree(self, dtype: torch.dtype) -> Tensor:
         """Return 1 over the in-degree, or 1 where that is 0, ``[num_targets]``."""

@@ -21,6 +21,7 @@ from gtrain.engine.constants import Constants
 from gtrain.engine.edges import EdgeBlocks
 from gtrain.engine.halo import incremental
 from gtrain.engine.linear import LinearCall, PackedSums, aggregate
+from gtrain.engine.precision import add_product, column_sums, multiply, product_dtype, sum_dtype, without_autocast
 from gtrain.engine.propagate_call import reduction
 from gtrain.engine.schedule import Schedule
 from gtrain.nn.depth import meters
@@ -79,7 +80,7 @@ def sage_layer(
     schedule: Schedule,
     constants: Constants,
 ) -> Tensor:
-    """Return the layer's result, [num_targets, out].
+    """Return the layer's result, [num_targets, out], in the dtype of its products: autocast's, or that of ``x``.
 
     Args:
         blocks: edges among the nodes of ``x``; targets are the first of them.
@@ -92,16 +93,28 @@ def sage_layer(
         constants: the cache of the aggregate of constant rows.
     """
     left, bias, right = layers
+    dtype = product_dtype(x)
+    # Products of constant rows read a copy of their dtype, which is made once.
+    rows = constants.cast(x, dtype)
     if _transforms_first(blocks, x, left):
-        scale = blocks.inverse_degree(x.dtype) if mean else None
+        scale = blocks.inverse_degree(sum_dtype(dtype)) if mean else None
         # One factor per edge instead of one per edge and one per target.
         if scale is not None and weight is not None:
             weight, scale = weight * scale[edge_index[1]], None
-        return _TransformThenSum.apply(blocks, (weight, scale), schedule, x, left, bias, right)
+        with without_autocast(x):
+            return _TransformThenSum.apply(blocks, (weight, scale), schedule, rows, left, bias, right, dtype)
     call, cached = LinearCall(blocks, x, weight, mean), None
-    if constants.caches(x, edge_index, weight):
-        cached = constants.result((x, edge_index, weight), ("linear", mean), lambda: aggregate([call], schedule)[0])
-    return _SumThenTransform.apply(call, schedule, cached, x, left, bias, right)
+    with without_autocast(x):
+        if constants.caches(x, edge_index, weight):
+            key = "linear", mean, dtype
+            compute = partial(_aggregate, call, schedule, dtype)
+            cached = constants.result((x, edge_index, weight), key, compute)
+        return _SumThenTransform.apply(call, schedule, cached, rows, left, bias, right, dtype)
+
+
+def _aggregate(call: LinearCall, schedule: Schedule, dtype: torch.dtype) -> Tensor:
+    """Return the aggregate of constant rows in the dtype of products."""
+    return aggregate([call], schedule)[0].to(dtype)
 
 
 def _transforms_first(blocks: EdgeBlocks, x: Tensor, left: Tensor) -> bool:
@@ -118,7 +131,8 @@ def _transforms_first(blocks: EdgeBlocks, x: Tensor, left: Tensor) -> bool:
 class _TransformThenSum(torch.autograd.Function):
     """``agg(x W_l) + x W_r + b``.
 
-    A mean is a sum with a scale for each target, so that kernels add it in place to the product ``x W_r``.
+    A mean is a sum with a scale for each target, so that kernels add it in place to the product ``x W_r``. Products are
+    of one dtype, also in the backward pass; sums of several blocks or chunks are at least float32.
     """
 
     @staticmethod
@@ -131,18 +145,22 @@ class _TransformThenSum(torch.autograd.Function):
         left: Tensor,
         bias: Tensor | None,
         right: Tensor,
+        dtype: torch.dtype,
     ) -> Tensor:
-        rows, (weight, scale) = x.detach(), factors
+        rows, (weight, scale) = x.detach().to(dtype), factors
         sent = rows.new_empty((len(rows), len(left)))
         needed = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
         ctx.packed = PackedSums([LinearCall(blocks, sent, weight, scale=scale)], schedule, needed)
-        ctx.packed.post(incremental(partial(_multiply, rows, left, sent)))
+        ctx.packed.post(incremental(partial(_multiply, rows, left.to(dtype), sent)))
         del sent  # finish() frees it
-        out = rows[: blocks.num_targets] @ right.t()
+        out = multiply(rows[: blocks.num_targets], right.to(dtype).t(), bias)
+        if blocks.exchange.rounds > 1:
+            out = out.to(sum_dtype(dtype))
         ctx.packed.add_local_block([out])
         ctx.packed.finish([out])
-        ctx.save_for_backward(x, left, right)
-        return out if bias is None else out.add_(bias)
+        ctx.x_dtype = x.dtype
+        ctx.save_for_backward(x if x.dtype == dtype else rows, left, right)
+        return out.to(dtype)
 
     @staticmethod
     @once_differentiable
@@ -152,33 +170,37 @@ class _TransformThenSum(torch.autograd.Function):
         dx = dleft = None
         if packed.needed:
             packed.send([gradient])
-        dright, dbias = _root_gradients(ctx, gradient, x)
+        dright, dbias = _root_gradients(ctx, gradient, x, right)
         if packed.needed:
             packed.add_local_gradients([gradient])
-            dleft, dsent = torch.zeros_like(left), packed.gradient(0)
+            dleft, dsent = torch.zeros_like(left, dtype=sum_dtype(left.dtype)), packed.gradient(0)
+            low_left, low_right = left.to(x.dtype), right.to(x.dtype)
             if ctx.needs_input_grad[3]:
                 # Of equal width, it overwrites the gradient that it is computed from.
-                dx = dsent if left.size(0) == left.size(1) else torch.empty_like(x)
+                same = left.size(0) == left.size(1) and dsent.dtype == ctx.x_dtype
+                dx = dsent if same else torch.empty_like(x, dtype=ctx.x_dtype)
             first = 0
             for until in packed.receive_by_rows():
                 for low in range(first, until, _ROWS):
                     part = slice(low, min(low + _ROWS, until))
-                    dleft.addmm_(dsent[part].t(), x[part])
+                    drows = dsent[part].to(x.dtype)
+                    add_product(dleft, drows.t(), x[part])
                     if dx is not None:
-                        total = dsent[part] @ left
+                        total = drows @ low_left
                         roots = gradient[part]  # fewer rows, or none, where sources are no targets
-                        total[: len(roots)].addmm_(roots, right)
+                        total[: len(roots)].addmm_(roots, low_right)
                         dx[part] = total
                 first = until
             packed.take_gradients()
-        return None, None, None, dx, dleft if ctx.needs_input_grad[4] else None, dbias, dright
+            dleft = dleft.to(left.dtype) if ctx.needs_input_grad[4] else None
+        return None, None, None, dx, dleft, dbias, dright, None
 
 
-def _root_gradients(ctx: Any, gradient: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _root_gradients(ctx: Any, gradient: Tensor, x: Tensor, right: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of W_r and b, which need no message: they are computed while messages are in flight."""
     return (
-        gradient.t() @ x[: len(gradient)] if ctx.needs_input_grad[6] else None,
-        gradient.sum(0) if ctx.needs_input_grad[5] else None,
+        (gradient.t() @ x[: len(gradient)]).to(right.dtype) if ctx.needs_input_grad[6] else None,
+        column_sums(gradient, right.dtype) if ctx.needs_input_grad[5] else None,
     )
 
 
@@ -188,7 +210,10 @@ def _multiply(rows: Tensor, left: Tensor, out: Tensor, low: int, high: int) -> N
 
 
 class _SumThenTransform(torch.autograd.Function):
-    """``agg(x) W_l + x W_r + b``; the aggregate is saved for W_l's gradient, and freed in the backward pass."""
+    """``agg(x) W_l + x W_r + b``; the aggregate is saved for W_l's gradient, and freed in the backward pass.
+
+    Products are of one dtype; rows are summed as they are, at least in float32, and only what is multiplied is cast.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -200,18 +225,20 @@ class _SumThenTransform(torch.autograd.Function):
         left: Tensor,
         bias: Tensor | None,
         right: Tensor,
+        dtype: torch.dtype,
     ) -> Tensor:
         ctx.packed = None
         if aggregated is None:
             ctx.packed = PackedSums([call], schedule, ctx.needs_input_grad[3])
             (aggregated,) = ctx.packed.start()
-        out = x.detach()[: call.blocks.num_targets] @ right.t()
+        roots = x.detach()[: call.blocks.num_targets].to(dtype)
+        out = multiply(roots, right.to(dtype).t(), bias)
         if ctx.packed is not None:
             ctx.packed.finish([aggregated])
+        aggregated = aggregated.to(dtype)
         ctx.aggregated = SavedOnce(aggregated)
-        ctx.save_for_backward(x, left, right)
-        out.addmm_(aggregated, left.t())
-        return out if bias is None else out.add_(bias)
+        ctx.save_for_backward(x if x.dtype == dtype else roots, left, right)
+        return out.addmm_(aggregated, left.to(dtype).t())
 
     @staticmethod
     @once_differentiable
@@ -221,26 +248,28 @@ class _SumThenTransform(torch.autograd.Function):
         dsums = dx = dleft = None
         aggregated = ctx.aggregated.take()
         if ctx.needs_input_grad[4]:
-            dleft = gradient.t() @ aggregated
+            dleft = (gradient.t() @ aggregated).to(left.dtype)
         # It is as large as x, and is not needed for the rest of the pass.
         del aggregated
         if packed is not None and packed.needed:
-            dsums, (edges,) = gradient @ left, packed.sums
+            dsums, (edges,) = gradient @ left.to(gradient.dtype), packed.sums
             if edges.mean:
                 dsums.div_(edges.blocks.divisor(dsums))
             packed.send([dsums])
-        dright, dbias = _root_gradients(ctx, gradient, x)
+        dright, dbias = _root_gradients(ctx, gradient, x, right)
         if packed is not None and dsums is not None:
             dx = packed.gradient(0)
-            dx[: len(gradient)].addmm_(gradient, right)
+            add_product(dx[: len(gradient)], gradient, right.to(gradient.dtype))
             packed.add_local_gradients([dsums])
             packed.receive()
-            packed.take_gradients()
-        return None, None, None, dx, dleft, dbias, dright
+            dx = packed.take_gradients()[0]
+        return None, None, None, dx, dleft, dbias, dright, None
 
 
 def gat_layer(blocks: EdgeBlocks, tensors: Tensors, slope: float, dropout: float, schedule: Schedule) -> Tensor:
-    """Return the layer's result, heads side by side, [num_targets, H * C].
+    """Return the layer's result, heads side by side, [num_targets, H * C], of the dtype of attention vectors or wider.
+
+    The product ``x W`` is of autocast's dtype, or of that of ``x``; logits, softmax and sums are at least float32.
 
     Args:
         blocks: edges among the nodes of x; targets are the first of them.
@@ -249,7 +278,9 @@ def gat_layer(blocks: EdgeBlocks, tensors: Tensors, slope: float, dropout: float
         dropout: probability that a coefficient is dropped.
         schedule: when blocks are fetched; mode 1 transforms x again in the backward pass, others keep the result.
     """
-    return _Layer.apply(AttentionSettings(blocks, schedule, slope, Mask.next(dropout)), *tensors)
+    dtype = product_dtype(tensors[0])
+    with without_autocast(tensors[0]):
+        return _Layer.apply(AttentionSettings(blocks, schedule, slope, Mask.next(dropout)), dtype, *tensors)
 
 
 class _Layer(torch.autograd.Function):
@@ -257,6 +288,7 @@ class _Layer(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         settings: AttentionSettings,
+        dtype: torch.dtype,
         x: Tensor,
         weight: Tensor,
         att_source: Tensor,
@@ -264,26 +296,31 @@ class _Layer(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         heads, channels = att_source.shape[-2:]
-        rows = x.new_empty((len(x), heads, channels))
-        source, target = (x.new_empty((len(x), heads)) for _ in range(2))
-        vectors = torch.cat([_block_diagonal(att_source), _block_diagonal(att_target)], 1)
+        rows, exact = x.new_empty((len(x), heads, channels), dtype=dtype), sum_dtype(dtype)
+        source, target = (x.new_empty((len(x), heads), dtype=exact) for _ in range(2))
+        vectors, transposed = _vectors(att_source, att_target, exact), weight.to(dtype).t()
 
         def transform(low: int, high: int) -> None:
-            part = rows[low:high].flatten(1)
-            torch.mm(x.detach()[low:high], weight.t(), out=part)
-            source[low:high], target[low:high] = (part @ vectors).split(heads, 1)
+            # Rows that are converted are still in the cache when they are read again.
+            step = high - low if dtype == exact == x.dtype else _ROWS
+            for first in range(low, high, max(step, 1)):
+                piece = slice(first, min(first + step, high))
+                part = rows[piece].flatten(1)
+                torch.mm(x.detach()[piece].to(dtype), transposed, out=part)
+                source[piece], target[piece] = (part.to(exact) @ vectors).split(heads, 1)
 
-        produce, trains = incremental(transform), any(ctx.needs_input_grad[1:5])
+        produce, trains = incremental(transform), any(ctx.needs_input_grad[2:6])
         targets = target[: settings.blocks.num_targets]
         out, lse, *rest = attention_blocks(settings, rows, source, targets, trains=trains, produce=produce)
         out = out.view(-1, heads * channels)
         if bias is not None:
             out.add_(bias)
-        ctx.settings = settings
+        ctx.settings, ctx.dtype = settings, dtype
         ctx.kept = [] if settings.schedule.mode == 1 else [rows]
         ctx.out = SavedOnce(out)
         ctx.save_for_backward(x, weight, att_source, att_target, bias, source, targets, lse, *rest)
-        return out
+        # The backward pass subtracts inner products with the result from others: it reads them as they were summed.
+        return out.to(torch.promote_types(dtype, att_source.dtype))
 
     @staticmethod
     @once_differentiable
@@ -292,16 +329,18 @@ class _Layer(torch.autograd.Function):
         heads, channels = att_source.shape[-2:]
         gradient = gradient.contiguous()
         grad = gradient.view(-1, heads, channels)
-        kept = ctx.kept.pop() if ctx.kept else lambda: (x @ weight.t()).view(-1, heads, channels)
+        dtype = ctx.dtype
+        kept = ctx.kept.pop() if ctx.kept else lambda: (x.to(dtype) @ weight.to(dtype).t()).view(-1, heads, channels)
         dots = _Dots(grad, ctx.out.take().view_as(grad), bias)
-        vectors = torch.cat([_block_diagonal(att_source), _block_diagonal(att_target)], 1)
-        dense = DenseGradients(x, weight, vectors, needed=ctx.needs_input_grad[1])
+        vectors = _vectors(att_source, att_target, sum_dtype(dtype))
+        dense = DenseGradients(x, weight, vectors, dtype, needed=ctx.needs_input_grad[2])
         backward = AttentionBackward(ctx.settings, grad, kept, source, target, lse, dots, dense.add)
         del kept, dots
         backward.run(rest)
         dweight, dvectors = dense.result()
-        dsource, dtarget = (_diagonal(part, att_source) for part in dvectors.split(heads, 1))
-        return None, dense.dx, dweight, dsource, dtarget, None if bias is None else gradient.sum(0)
+        dsource, dtarget = (_diagonal(part, att_source).to(att_source.dtype) for part in dvectors.split(heads, 1))
+        dbias = None if bias is None else column_sums(gradient, bias.dtype)
+        return None, None, dense.dx, dweight.to(weight.dtype), dsource, dtarget, dbias
 
 
 class _Dots:
@@ -322,6 +361,11 @@ class _Dots:
             dots[low:high] -= self._grad[low:high].flatten(1) @ self._bias
         if high == len(self._grad):  # the last call: frees the result
             self._out = self._out.new_empty(0)
+
+
+def _vectors(source: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the attention vectors of both ends, [1, H, C] each, as [H * C, 2 * H]."""
+    return torch.cat([_block_diagonal(source), _block_diagonal(target)], 1).to(dtype)
 
 
 def _block_diagonal(vectors: Tensor) -> Tensor:
@@ -346,42 +390,45 @@ class DenseGradients:
         x: [n, in].
         weight: [H * C, in].
         vectors: A, [H * C, 2 * H].
+        dtype: of products; sums over products are of the dtype of ``vectors``.
         needed: whether x needs a gradient.
 
     Attributes:
         dx: [n, in]; it overwrites D if that is of equal width. None: not needed.
     """
 
-    def __init__(self, x: Tensor, weight: Tensor, vectors: Tensor, *, needed: bool) -> None:
-        self._x, self._weight, self._vectors, self._needed = x, weight, vectors, needed
-        self._dweight = torch.zeros_like(weight)
-        self._logits_x = x.new_zeros((vectors.size(1), x.size(1)))  # L^T x
-        self._vectors_weight = vectors.t() @ weight
+    def __init__(self, x: Tensor, weight: Tensor, vectors: Tensor, dtype: torch.dtype, *, needed: bool) -> None:
+        self._x, self._weight, self._vectors, self._needed = x, weight.to(dtype), vectors, needed
+        self._dweight = torch.zeros_like(weight, dtype=vectors.dtype)
+        self._logits_x = vectors.new_zeros((vectors.size(1), x.size(1)))  # L^T x
+        self._vectors_weight = (vectors.t() @ weight.to(vectors.dtype)).to(dtype)
         self.dx: Tensor | None = None
 
     def add(self, attention: AttentionBackward, rows: Tensor | None) -> None:
         """Add local rows whose gradients are complete, int64, or None for all; each row once."""
         drows = attention.dx.flatten(1)
         if self._needed and self.dx is None:
-            self.dx = drows if drows.size(1) == self._x.size(1) else torch.empty_like(self._x)
+            same = drows.size(1) == self._x.size(1) and drows.dtype == self._x.dtype
+            self.dx = drows if same else torch.empty_like(self._x)
         for part in _parts(rows, len(drows)):
-            x, of_part = _take(self._x, part), _take(drows, part)
+            x, of_part = (_take(tensor, part).to(self._weight.dtype) for tensor in (self._x, drows))
             dsource, dtarget = _take(attention.dsource, part), _take(attention.dtarget, part)
             if len(dtarget) < len(dsource):  # sources that are no targets
                 dtarget = nn.functional.pad(dtarget, (0, 0, 0, len(dsource) - len(dtarget)))
-            dlogits = torch.cat([dsource, dtarget], 1)
-            self._dweight.addmm_(of_part.t(), x)
-            self._logits_x.addmm_(dlogits.t(), x)
+            dlogits = torch.cat([dsource, dtarget], 1).to(x.dtype)
+            add_product(self._dweight, of_part.t(), x)
+            add_product(self._logits_x, dlogits.t(), x)
             if self.dx is not None:
                 gradient = (of_part @ self._weight).addmm_(dlogits, self._vectors_weight)
                 if isinstance(part, slice):
                     self.dx[part] = gradient
                 else:
-                    self.dx.index_copy_(0, part, gradient)
+                    self.dx.index_copy_(0, part, gradient.to(self.dx.dtype))
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of the weight and of A; only the latter's diagonal blocks are meaningful."""
-        return self._dweight.addmm_(self._vectors, self._logits_x), self._weight @ self._logits_x.t()
+        weight = self._weight.to(self._vectors.dtype)
+        return self._dweight.addmm_(self._vectors, self._logits_x), weight @ self._logits_x.t()
 
 
 def _parts(rows: Tensor | None, count: int) -> Iterator[slice | Tensor]:

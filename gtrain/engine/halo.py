@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gtrain.engine.constants import Constants
+from gtrain.engine.precision import sum_dtype
 from gtrain.graph.shard.nodes import ShardNodes
 from gtrain.strategy.group import Group, Transfer
 from gtrain.strategy.row_exchange import request_rows
@@ -388,7 +389,7 @@ def count_needed(rows: Sequence[OwnedRows], passes: int = 1) -> None:
 
 def add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
     """Add in place ``total[rows] += values``; repeated rows add up. Row-wise ``scatter_add_`` has a fast path."""
-    total.scatter_add_(0, rows.view(-1, *[1] * (values.dim() - 1)).expand_as(values), values)
+    total.scatter_add_(0, rows.view(-1, *[1] * (values.dim() - 1)).expand_as(values), values.to(total.dtype))
 
 
 def halo_rows(rows: Sequence[OwnedRows]) -> list[Tensor]:
@@ -440,8 +441,8 @@ def return_gradients(gradients: Sequence[OwnedRows]) -> list[Tensor]:
         push([(exchange, block[r]) for exchange, block in zip(exchanges, blocks, strict=True)], r, tag)
         for r in range(1, group.size)
     ]
-    totals = [block[0].clone() for block in blocks]
+    totals = [block[0].to(sum_dtype(block[0].dtype), copy=True) for block in blocks]
     for r, transfer in enumerate(transfers, start=1):
         for exchange, total, arrived in zip(exchanges, totals, transfer.wait(), strict=True):
             exchange.add_gradients(r, total, arrived)
-    return totals
+    return [total.to(tensor.dtype) for total, (_, tensor) in zip(totals, gradients, strict=True)]

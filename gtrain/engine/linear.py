@@ -28,6 +28,7 @@ from gtrain.engine.halo import (
     stream,
 )
 from gtrain.engine.kernels import sddmm, spmm
+from gtrain.engine.precision import sum_dtype, without_autocast
 from gtrain.engine.schedule import Schedule
 
 
@@ -87,7 +88,7 @@ class EdgeSums:
 
     def _spmm(self, block: CompressedEdges, rows: Tensor, weight: Tensor | None, total: Tensor) -> None:
         if len(block.columns):
-            flat = None if weight is None else weight.reshape(len(weight), -1).contiguous()
+            flat = None if weight is None else weight.reshape(len(weight), -1).contiguous().to(sum_dtype(weight.dtype))
             spmm(block, self._by_head(rows.contiguous()), self._by_head(total), flat)
 
     def dot(self, r: int, gradient: Tensor, rows: Tensor, out: Tensor) -> None:
@@ -155,11 +156,11 @@ class PackedSums:
     # ------------------------------------------------------------------------ forward
 
     def start(self) -> list[Tensor]:
-        """Post the exchange and return the sums over the local block, [num_targets, ...] each."""
+        """Post the exchange and return the sums over the local block, [num_targets, ...] each, at least float32."""
         self.post()
         tensors = [self.rows[sums.source][1] for sums in self.sums]
         outs = [
-            rows.new_zeros((sums.blocks.num_targets, *rows.shape[1:]))
+            rows.new_zeros((sums.blocks.num_targets, *rows.shape[1:]), dtype=sum_dtype(rows.dtype))
             for sums, rows in zip(self.sums, tensors, strict=True)
         ]
         self.add_local_block(outs)
@@ -195,6 +196,11 @@ class PackedSums:
             (exchange, rows.detach() if self.weights_need_gradient else rows.new_empty((0, *rows.shape[1:])))
             for exchange, rows in self.rows
         ]
+
+    def result_dtype(self, sums: EdgeSums) -> torch.dtype:
+        """Return the dtype of a row times its weight."""
+        rows = self.rows[sums.source][1].dtype
+        return rows if sums.weight is None else torch.promote_types(rows, self.weights[sums.weight].dtype)
 
     def _weight_of(self, sums: EdgeSums) -> Tensor | None:
         return None if sums.weight is None else self.weights[sums.weight].detach()
@@ -239,16 +245,20 @@ class PackedSums:
                 sums.add_transposed(0, gradient, self._weight_of(sums), self.gradient(sums.source))
 
     def gradient(self, i: int) -> Tensor:
-        """Return the gradient of source i so far; allocated at the first call, when rows are in flight."""
+        """Return the gradient of source i so far; allocated at the first call, when rows are in flight.
+
+        Of bfloat16 rows it is float32 if blocks of several ranks are added to it.
+        """
         if i not in self._gradients:
             shape, dtype, device = self._like[i]
-            self._gradients[i] = torch.zeros(shape, dtype=dtype, device=device)
+            total = sum_dtype(dtype) if self.rows[i][0].rounds > 1 else dtype
+            self._gradients[i] = torch.zeros(shape, dtype=total, device=device)
         return self._gradients[i]
 
     def take_gradients(self) -> dict[int, Tensor]:
         """Return the gradients of the sources that need one, by position, and drop the references to them."""
         gradients, self._gradients = self._gradients, {}
-        return gradients
+        return {i: gradient.to(self._like[i][1]) for i, gradient in gradients.items()}
 
     def receive(self, in_flight: int = 0) -> None:
         """Add received gradients to their rows, until only ``in_flight`` rounds are in flight."""
@@ -274,7 +284,7 @@ class PackedSums:
 
     def weight_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of the weights; mode 1 fetches the remote rows again."""
-        totals = [torch.zeros_like(weight) for weight in self.weights]
+        totals = [torch.zeros_like(weight, dtype=sum_dtype(weight.dtype)) for weight in self.weights]
         blocks: Iterable[tuple[int, list[Tensor]]]
         if self.schedule.mode == 1:
             blocks = stream(self.rows, self.schedule.window)
@@ -285,7 +295,7 @@ class PackedSums:
                 if sums.weight is not None:
                     sums.dot(r, gradient, rows[sums.source], totals[sums.weight])
         self._kept.clear()
-        return totals
+        return [total.to(weight.dtype) for total, weight in zip(totals, self.weights, strict=True)]
 
 
 def aggregate(calls: Sequence[LinearCall], schedule: Schedule) -> list[Tensor]:
@@ -296,19 +306,21 @@ def aggregate(calls: Sequence[LinearCall], schedule: Schedule) -> list[Tensor]:
         schedule: when blocks are fetched.
 
     Returns:
-        [num_targets, ...] of each call, differentiable in ``x`` and ``weight``.
+        [num_targets, ...] of each call, differentiable in ``x`` and ``weight``, of the dtype of their product.
     """
     packed = PackedSums(calls, schedule)
-    return list(_Aggregate.apply(packed, *(tensor for _, tensor in packed.rows), *packed.weights))
+    with without_autocast(calls[0].x):
+        return list(_Aggregate.apply(packed, *(tensor for _, tensor in packed.rows), *packed.weights))
 
 
 class _Aggregate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packed: PackedSums, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.packed = packed
+        dtypes = [packed.result_dtype(sums) for sums in packed.sums]
         outs = packed.start()
         packed.finish(outs)
-        return tuple(outs)
+        return tuple(out.to(dtype) for out, dtype in zip(outs, dtypes, strict=True))
 
     @staticmethod
     @once_differentiable

@@ -29,6 +29,7 @@ from gtrain.engine.constants import Constants, version_of
 from gtrain.engine.edges import EdgeBlock, EdgeBlocks
 from gtrain.engine.fused_layers import FusedLayers, count_hop
 from gtrain.engine.halo import HaloExchange
+from gtrain.engine.normalize import exact_gcn_norm
 from gtrain.engine.patching import MethodPatches, PatchedFunctions, RelationalConv
 from gtrain.engine.propagate import DeferredCoefficients, Propagation
 from gtrain.engine.schedule import Schedule
@@ -41,7 +42,7 @@ KNOWN: frozenset[type[nn.Module]] = frozenset(
 )
 """Classes whose calls the engine takes; a subclass may compute something else, and runs as it is."""
 _SCHEDULE = Schedule(mode=3)
-_DTYPES = (torch.float32, torch.float64)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class LocalEngine:
@@ -79,7 +80,7 @@ class LocalEngine:
             self._convs.add(conv)
             self._patch(conv)
         if self._constant:
-            functions = PatchedFunctions(self._constants)
+            functions = PatchedFunctions(self._constants, exact_gcn_norm)
             self._patches.undo_with(*functions.install([conv for conv in convs if conv in self._convs]))  # type: ignore[misc]
 
     def uninstall(self) -> None:
@@ -156,8 +157,9 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _served(tensors: list[Tensor]) -> bool:
-    """Whether kernels take these tensors: dense, on the CPU, of one of their dtypes, outside of autocast."""
-    if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+    """Whether kernels take these tensors: dense, on the CPU, of one of their dtypes; autocast's too is one of them."""
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else _DTYPES[0]
+    if torch.compiler.is_compiling() or autocast not in _DTYPES:
         return False
     return all(
         type(tensor) in (Tensor, nn.Parameter)

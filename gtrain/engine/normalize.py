@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_remaining_self_loops, scatter
 
 from gtrain.engine.halo import HaloExchange, halo_rows
+from gtrain.engine.precision import LOW, sum_dtype
 from gtrain.strategy.group import Group
 
 
@@ -37,6 +40,10 @@ def sharded_gcn_norm(
         The edges [2, E'] with self-loops, and their weights [E'].
     """
     num_local = exchange.shard.num_local
+    given = dtype if edge_weight is None else edge_weight.dtype
+    if given in LOW:
+        # Degrees are sums: bfloat16 cannot count beyond 256.
+        dtype, edge_weight = torch.float32, None if edge_weight is None else edge_weight.float()
     if add_self_loops:
         # A self-loop has equal local ids at both ends; those of a halo source and its target differ.
         fill = 2.0 if improved else 1.0
@@ -47,7 +54,31 @@ def sharded_gcn_norm(
     scale = degree.pow(-0.5)
     scale = scale.masked_fill(scale == float("inf"), 0.0)
     (source_scale,) = halo_rows([(exchange, scale)])
-    return edge_index, source_scale[edge_index[0]] * edge_weight * scale[edge_index[1]]
+    normalised = source_scale[edge_index[0]] * edge_weight * scale[edge_index[1]]
+    return edge_index, normalised if given is None else normalised.to(given)
+
+
+def exact_gcn_norm(
+    edge_index: Tensor,
+    edge_weight: Tensor | None = None,
+    num_nodes: int | None = None,
+    improved: bool = False,
+    add_self_loops: bool = True,
+    flow: str = "source_to_target",
+    dtype: torch.dtype | None = None,
+) -> tuple[tuple[Any, ...], Callable[..., Any]]:
+    """Return the arguments and the function that compute PyG's ``gcn_norm`` at least in float32."""
+    return (edge_index, edge_weight, num_nodes, improved, add_self_loops, flow, dtype), _exact_gcn_norm
+
+
+def _exact_gcn_norm(edge_index: Any, edge_weight: Tensor | None, *options: Any) -> Any:
+    *rest, dtype = options
+    given = dtype if edge_weight is None else edge_weight.dtype
+    if given not in LOW:
+        return gcn_norm(edge_index, edge_weight, *options)
+    exact = None if edge_weight is None else edge_weight.float()
+    edge_index, weight = gcn_norm(edge_index, exact, *rest, torch.float32)
+    return edge_index, weight.to(given)
 
 
 def synchronised_batch_norm(norm: nn.BatchNorm1d, group: Group, x: Tensor) -> Tensor:
@@ -57,8 +88,9 @@ def synchronised_batch_norm(norm: nn.BatchNorm1d, group: Group, x: Tensor) -> Te
     count, mean, m2 = _global_moments(group, x.detach())
     if norm.training and norm.track_running_stats:
         _update_running(norm, count, mean, m2)
-    normalised = _Normalise.apply(group, x, mean.to(x), (m2 / count).to(x), count, norm.eps)
-    return normalised if norm.weight is None else normalised * norm.weight + norm.bias
+    dtype, exact = x.dtype, x.to(sum_dtype(x.dtype))
+    normalised = _Normalise.apply(group, exact, mean.to(exact), (m2 / count).to(exact), count, norm.eps)
+    return (normalised if norm.weight is None else normalised * norm.weight + norm.bias).to(dtype)
 
 
 def _global_moments(group: Group, x: Tensor) -> tuple[float, Tensor, Tensor]:

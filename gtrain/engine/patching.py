@@ -203,7 +203,7 @@ class MethodPatches:
 
 def load_kernels(module: nn.Module, dtype: torch.dtype) -> None:
     """Load the kernels that the module's convolutions are likely to need, before memory and time are measured."""
-    if dtype not in (torch.float32, torch.float64):
+    if dtype not in (torch.float32, torch.float64, torch.bfloat16):
         return
     zero = torch.zeros(1, dtype=torch.int64)
     edge = EdgeBlock(zero, zero, zero, 1, 1).by_target

@@ -25,6 +25,7 @@ from gtrain.engine.edges import BlockSource, EdgeBlocks
 from gtrain.engine.fused_layers import has_hooks, plain_linear
 from gtrain.engine.linear import LinearCall, aggregate
 from gtrain.engine.patching import RunHook
+from gtrain.engine.precision import product_dtype
 from gtrain.engine.propagate_call import (
     PropagateCall,
     linear_call,
@@ -219,8 +220,8 @@ class Transforms:
 
     def _after(self, layer: nn.Module, x: Tensor) -> Tensor:
         if self._applied.get(x) is layer:
-            bias = layer.bias
-            return x if bias is None else x + bias  # type: ignore[operator]
+            x, bias = x.to(product_dtype(x)), layer.bias
+            return x if bias is None else x + bias.to(x.dtype)  # type: ignore[operator]
         return _forward(layer, x)
 
     def _before(self, layer: nn.Module, x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch_geometric.nn.conv import MessagePassing
 from gtrain.engine.edges import EdgeBlock, EdgeBlocks
 from gtrain.engine.halo import OwnedRows
 from gtrain.engine.linear import LinearCall
+from gtrain.engine.precision import AutocastState
 from gtrain.nn.dropout import DropoutRows, current_position, resumed_at, torch_dropout
 
 REDUCTIONS: dict[type[Aggregation], str] = {
@@ -161,7 +162,7 @@ class PropagateCall:
         attention: tuple[str, dict[str, Any]] | None = None,
     ) -> None:
         self.conv, self.blocks, self.reduce = conv, blocks, reduce
-        self.position = current_position()
+        self.position, self.autocast = current_position(), AutocastState(blocks.in_degree.device.type)
         self.pool = TensorPool()
         self.arguments = EdgeArguments(conv._user_args, kwargs, blocks.num_edges, self.pool)
         self.attention: tuple[str, EdgeArguments] | None = None
@@ -198,7 +199,8 @@ class PropagateCall:
         if self.position is not None:
             # Dropout masks are computed for these edges.
             rows = DropoutRows("edge", len(block), lambda: self.blocks.hashed[r].ids)
-        with resumed_at(self.position, rows):
+        # A backward pass that runs the method again is outside of autocast.
+        with resumed_at(self.position, rows), self.autocast.restored():
             return self.message_of(block, tensors)
 
     def depending_on_sources(self, messages: Tensor, tensors: list[Tensor]) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.data import Data, HeteroData
 
+from gtrain.engine.precision import sum_dtype
 from gtrain.errors import ConfigError
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
@@ -272,7 +273,7 @@ class SampledGcnNorm:
         if name in nodes:
             degrees = Degrees.unpacked(nodes[name], weight is not None, options.weight is not None)
         else:
-            precision = torch.get_default_dtype() if weight is None else weight.dtype
+            precision = sum_dtype(torch.get_default_dtype() if weight is None else weight.dtype)
             degrees = Degrees.counted(edge_index, weight, count, precision)
         key = _key(edge_index)
         self._edges[key] = _SampledEdges(

@@ -5,7 +5,7 @@ read, block by block (one block for each owner), and aggregates them (Mostafa, "
 Rematerialization: Distributed Full-batch Training of Graph Neural Networks on Large Graphs", MLSys 2022).
 """
 
-from gtrain.backends import FULL_PRECISION, Backend, Limit, Serves, sampling_limits
+from gtrain.backends import BFLOAT16_TOO, Backend, Limit, Serves, sampling_limits
 
 SERVES = Serves(
     models=frozenset({"message-passing"}),
@@ -14,7 +14,7 @@ SERVES = Serves(
     heterogeneous=True,
     part_per_rank=True,
     limits={
-        **FULL_PRECISION,
+        **BFLOAT16_TOO,
         "data.batch_size": Limit((None,), "trains on the whole graph at once"),
         "trainer.accumulate_grad_batches": Limit(
             (1,), "takes the whole graph as one batch, so there is nothing to accumulate"

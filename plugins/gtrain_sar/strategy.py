@@ -142,6 +142,8 @@ class SarStrategy(GraphStrategy):
         self._module = module
         if self.root_device.type == "cpu":
             load_kernels(module, self.dtype)
+            if self.precision_plugin.precision == "bf16-mixed":
+                load_kernels(module, torch.bfloat16)
         if self._patcher is not None:
             self._patcher.install(module)
 

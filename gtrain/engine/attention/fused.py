@@ -50,6 +50,7 @@ from gtrain.engine.kernels import (
     attention_finish,
     attention_forward,
 )
+from gtrain.engine.precision import sum_dtype, without_autocast
 from gtrain.engine.schedule import Schedule
 from gtrain.nn.dropout import Mask
 
@@ -237,8 +238,10 @@ def attend(
     Returns:
         [num_targets, H, C]; 0 for a target without edges.
     """
-    settings = AttentionSettings(blocks, schedule, slope, Mask.next(dropout))
-    return _Attention.apply(settings, x, source_logit, target_logit)
+    settings, exact = AttentionSettings(blocks, schedule, slope, Mask.next(dropout)), sum_dtype(x.dtype)
+    dtype = torch.promote_types(x.dtype, source_logit.dtype)
+    with without_autocast(x):
+        return _Attention.apply(settings, x, source_logit.to(exact), target_logit.to(exact)).to(dtype)
 
 
 class _Attention(torch.autograd.Function):
@@ -257,7 +260,7 @@ class _Attention(torch.autograd.Function):
         gradient = gradient.contiguous()
         backward = AttentionBackward(ctx.settings, gradient, x, source, target, lse, partial(row_dots, gradient, out))
         backward.run(rest)
-        return None, backward.dx, backward.dsource, backward.dtarget
+        return None, backward.dx.to(x.dtype), backward.dsource, backward.dtarget
 
 
 def attention_blocks(
@@ -278,8 +281,9 @@ def attention_blocks(
         produce: computes the rows of ``x``, ``source`` and ``target``; None: they are complete.
 
     Returns:
-        The result [T, H, C], the logarithms of the sums of exponentials [T, H], and what the backward pass needs of
-        remote blocks: the extremes of their logits if the owners compute it; else, except in mode 1, rows and logits.
+        The result [T, H, C], at least float32, the logarithms of the sums of exponentials [T, H], and what the backward
+        pass needs of remote blocks: the extremes of their logits if the owners compute it; else, except in mode 1, rows
+        and logits.
     """
     blocks, schedule, slope, dropout = settings
     rows: list[OwnedRows] = [(blocks.exchange, x), (blocks.exchange, source)]
@@ -289,7 +293,7 @@ def attention_blocks(
     arriving = stream(rows, schedule.window, produce)
     # Posts the exchange before memory is filled.
     first = next(arriving)
-    out = x.new_zeros((blocks.num_targets, *x.shape[1:]))
+    out = target.new_zeros((blocks.num_targets, *x.shape[1:]))
     state = AttentionState(out, target.new_full(target.shape, float("-inf")), torch.zeros_like(target))
     for r, (block_x, block_source) in chain([first], arriving):
         inputs = AttentionInputs(block_x, block_source, target, slope, dropout)
@@ -348,8 +352,8 @@ class AttentionBackward:
 
     @cached_property
     def dx(self) -> Tensor:
-        """[n, H, C]."""
-        return torch.zeros_like(self.x)
+        """[n, H, C], at least float32."""
+        return torch.zeros_like(self.x, dtype=self.source.dtype)
 
     @cached_property
     def dsource(self) -> Tensor:
@@ -404,7 +408,7 @@ class AttentionBackward:
                     exchange.add_gradients(r, total, arrived)
 
         for r, (x, source) in enumerate(remote, start=1):
-            dx, dsource = torch.zeros_like(x), torch.zeros_like(source)
+            dx, dsource = torch.zeros_like(x, dtype=source.dtype), torch.zeros_like(source)
             self._block(r, x, source, dx, dsource)
             transfers.append((r, push([(exchange, dx), (exchange, dsource)], r, tag)))
             receive(exchange.rounds if window is None else window)
@@ -441,7 +445,7 @@ def row_dots(a: Tensor, b: Tensor, out: Tensor, low: int, high: int) -> None:
     """Compute the rows ``low .. high-1`` of ``out[i, h] = <a[i, h], b[i, h]>``, [n, H], in chunks."""
     for start in range(low, high, _CHUNK):
         part = slice(start, min(start + _CHUNK, high))
-        torch.sum(a[part] * b[part], -1, out=out[part])
+        torch.sum(a[part] * b[part], -1, dtype=out.dtype, out=out[part])
 
 
 class _Messages:
@@ -528,7 +532,7 @@ class _Messages:
         """Allocate a message of ``count`` targets: gradient rows, logit, delta, lse unless folded, dropout seed."""
         grad, exchange = self._backward.grad, self._backward.blocks.exchange
         rows = ((count, *grad.shape[1:]), exchange.on_wire(grad.dtype))
-        scalars = [((count, grad.size(1)), grad.dtype)] * (2 if folded else 3)
+        scalars = [((count, grad.size(1)), self._backward.lse.dtype)] * (2 if folded else 3)
         return Packet([rows, *scalars, ((1 if count else 0,), torch.int64)], grad.device)
 
     def _answer(self, message: ReaderEdges, pieces: list[Tensor]) -> Tensor:

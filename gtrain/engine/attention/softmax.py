@@ -22,6 +22,7 @@ from torch_geometric.utils import softmax as pyg_softmax
 from gtrain.engine.blocks import Replay, kept_blocks, mean_or_sum
 from gtrain.engine.edges import EdgeBlock
 from gtrain.engine.halo import add_rows, count_needed, stream
+from gtrain.engine.precision import sum_dtype
 from gtrain.engine.propagate_call import (
     PropagateCall,
     message_parameters,
@@ -149,7 +150,9 @@ def _kept(call: PropagateCall, schedule: Schedule) -> Tensor:
             logits.append(_logits(call, r, tensors))
             indices.append(block.targets)
     if data:
-        weights = pyg_softmax(torch.cat(logits), torch.cat(indices), num_nodes=call.blocks.num_targets)
+        joined = torch.cat(logits)
+        exact = joined.to(sum_dtype(joined.dtype))
+        weights = pyg_softmax(exact, torch.cat(indices), num_nodes=call.blocks.num_targets).to(joined.dtype)
         # The first pass, for the logits, must not consume random numbers.
         torch.set_rng_state(state[0])
         for (r, tensors), piece in zip(data, weights.split([len(block) for block in logits]), strict=True):
@@ -198,17 +201,20 @@ class _RunningSoftmax:
         self.top: Tensor | None = None
         self.total: Tensor | None = None
         self.out: Tensor | None = None
+        self.dtype: torch.dtype | None = None  # of messages; sums are at least float32
 
     def add(self, r: int, tensors: list[Tensor]) -> None:
         block = self.call.blocks.blocks[r]
         messages = _messages(self.call, r, tensors, self._coefficients) if len(block) else _no_messages(self.call)
         if self.out is None:
-            self.out = messages.new_zeros((self.call.blocks.num_targets, *messages.shape[1:]))
+            shape, self.dtype = (self.call.blocks.num_targets, *messages.shape[1:]), messages.dtype
+            self.out = messages.new_zeros(shape, dtype=sum_dtype(messages.dtype))
         if len(block):
             add_rows(self.out, block.targets, messages)
 
     def _coefficients(self, logits: Tensor, index: Tensor) -> Tensor:
-        shape = (self.call.blocks.num_targets, *logits.shape[1:])
+        shape, dtype = (self.call.blocks.num_targets, *logits.shape[1:]), logits.dtype
+        logits = logits.to(sum_dtype(dtype))
         if self.top is None or self.total is None:
             self.top, self.total = logits.new_full(shape, float("-inf")), logits.new_zeros(shape)
         expanded = index.view(-1, *[1] * (logits.dim() - 1)).expand_as(logits)
@@ -221,7 +227,7 @@ class _RunningSoftmax:
         self.top = top
         if self.out is not None:
             self.out *= _expand_heads(rescale, self.out)
-        return coefficients
+        return coefficients.to(dtype)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Return the result, and the logarithm of each target's sum of exponentials (0 for a target without edges)."""
@@ -245,6 +251,7 @@ class _Attention(torch.autograd.Function):
             running.add(r, call.with_block(data, block))
             del block
         out, lse = running.finish()
+        out = out.to(running.dtype)
         ctx.save_for_backward(*tensors, out, lse)
         return out
 
@@ -275,10 +282,10 @@ class _Normalised(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, lse: Tensor, delta: Tensor) -> Tensor:  # type: ignore[override]
         out = (logits - lse).exp()
         ctx.save_for_backward(out, delta)
-        return out
+        return out.to(logits.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         out, delta = ctx.saved_tensors
-        return out * (gradient - delta), None, None
+        return (out * (gradient - delta)).to(gradient.dtype), None, None

@@ -34,6 +34,7 @@ from gtrain.engine.kernels import plain
 from gtrain.engine.kernels.plain import AttentionGradients, AttentionInputs, AttentionState, TargetGradients
 from gtrain.engine.kernels.rows import add_scaled, data, dot_and_add_scaled, prefetch_row, scale_by
 from gtrain.engine.kernels.threads import as_numpy, row_ranges, run_in_threads, run_over_rows, runs_compiled
+from gtrain.engine.precision import sum_dtype
 from gtrain.kernels.exponential import exp_all
 from gtrain.kernels.options import FAST, inlined
 from gtrain.kernels.random import GOLDEN, mix
@@ -55,9 +56,8 @@ class _Dropout(NamedTuple):
 def attention_state(num_targets: int, x: Tensor) -> AttentionState:
     """Return the state before the first block, for sources like ``x`` ``[S, H, C]``."""
     heads = (num_targets, x.size(1))
-    return AttentionState(
-        x.new_zeros((num_targets, *x.shape[1:])), x.new_full(heads, float("-inf")), x.new_zeros(heads)
-    )
+    exact = partial(x.new_full, dtype=sum_dtype(x.dtype))
+    return AttentionState(exact((num_targets, *x.shape[1:]), 0), exact(heads, float("-inf")), exact(heads, 0))
 
 
 def attention_forward(block: CompressedEdges, inputs: AttentionInputs, state: AttentionState) -> None:
@@ -68,7 +68,7 @@ def attention_forward(block: CompressedEdges, inputs: AttentionInputs, state: At
         inputs: of the block's sources and all targets; their dropout applies to ``state.out``, not to ``state.total``.
         state: changed in place.
     """
-    if runs_compiled(inputs[:3], state):
+    if runs_compiled(inputs[1:3], state, inputs[:1]):
         run_over_rows(block, _forward, *inputs[:4], state, _dropout(inputs))
     else:
         plain.attention_forward(block, inputs, state)
@@ -97,7 +97,7 @@ def attention_backward(
         saved: of the targets.
         gradients: added to in place.
     """
-    if not runs_compiled([*inputs[:3], *saved], gradients):
+    if not runs_compiled([*inputs[1:3], *saved[:2]], gradients, [inputs.x, saved.gradient]):
         return plain.attention_backward(block, inputs, saved, gradients)
     # a target's four numbers for a head share a cache line; threads meet at targets, so each has a copy to add to
     packed = torch.stack([inputs.target, saved.lse, saved.delta, torch.zeros_like(saved.delta)], dim=1)  # [T, 4, H]
@@ -119,11 +119,12 @@ def attention_backward(
 
 def load_attention(edge: CompressedEdges, dtype: torch.dtype) -> None:
     """Compile both passes for one dtype, or load them from the cache; see :func:`.sums.load_sums`."""
-    rows, logits = torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
+    rows, logits = torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=sum_dtype(dtype))
     inputs, state = AttentionInputs(rows, logits, logits, 0.2, NO_DROPOUT), attention_state(1, rows)
     attention_forward(edge, inputs, state)
-    saved = TargetGradients(attention_finish(state), torch.zeros_like(logits), torch.zeros_like(rows))
-    attention_backward(edge, inputs, saved, AttentionGradients(*map(torch.zeros_like, inputs[:3])))
+    saved = TargetGradients(attention_finish(state), torch.zeros_like(logits), torch.zeros_like(state.out))
+    gradients = AttentionGradients(torch.zeros_like(state.out), torch.zeros_like(logits), torch.zeros_like(logits))
+    attention_backward(edge, inputs, saved, gradients)
 
 
 def _dropout(inputs: AttentionInputs) -> _Dropout:
@@ -193,13 +194,13 @@ def _forward(
 ) -> None:
     """Rows ``first .. last-1`` of :func:`attention_forward`."""
     heads, channels = x.shape[1], x.shape[2]
-    rows, ptr, slope, scale = block.rows, block.ptr, x.dtype.type(slope), x.dtype.type(dropout.scale)
+    rows, ptr, slope, scale = block.rows, block.ptr, source.dtype.type(slope), source.dtype.type(dropout.scale)
     width, end = heads * channels, ptr[last]
     # (sources, heads, channels), (sources, heads), (targets, heads)
     flat, left, right = data(x), data(source), data(target)
     column, position = data(block.columns), data(block.edges)
     sums, peaks, totals = data(state.out), data(state.top), data(state.total)
-    scratch, target_of = np.empty((2 * _GROUP + 1, heads), x.dtype), np.empty(_GROUP, np.int64)
+    scratch, target_of = np.empty((2 * _GROUP + 1, heads), source.dtype), np.empty(_GROUP, np.int64)
     part, mask, peak = data(scratch), data(scratch[_GROUP:]), data(scratch[2 * _GROUP :])
     row, start = first, ptr[first]
     while start < end:
@@ -281,14 +282,14 @@ def _backward(
     of the logit.
     """
     heads, channels = x.shape[1], x.shape[2]
-    rows, ptr, slope, scale = block.rows, block.ptr, x.dtype.type(slope), x.dtype.type(dropout.scale)
+    rows, ptr, slope, scale = block.rows, block.ptr, source.dtype.type(slope), source.dtype.type(dropout.scale)
     width, end = heads * channels, ptr[last]
     # (sources, heads, channels), (sources, heads), (targets, heads, channels), (targets, 4, heads)
     flat, left, grad, target = data(x), data(source), data(gradient), data(packed)
     column, position = data(block.columns), data(block.edges)
     # (sources, heads, channels), (sources, heads)
     total, of_source = data(dx), data(dsource)
-    scratch, source_of = np.empty((3 * _GROUP, heads), x.dtype), np.empty(_GROUP, np.int64)
+    scratch, source_of = np.empty((3 * _GROUP, heads), source.dtype), np.empty(_GROUP, np.int64)
     part, mask, steep = data(scratch), data(scratch[_GROUP:]), data(scratch[2 * _GROUP :])
     row, start = first, ptr[first]
     # Without dropout the mask is 1, so that the loop below has no branch.

@@ -121,8 +121,8 @@ def spmm(block: CompressedEdges, x: Tensor, out: Tensor, weight: Tensor | None) 
 def sddmm(block: CompressedEdges, a: Tensor, b: Tensor, out: Tensor) -> None:
     """See :func:`.sums.sddmm`."""
     for chunk in _chunks(block, a):
-        product = (a.index_select(0, chunk.rows) * b.index_select(0, chunk.columns)).sum(-1)
-        out.index_copy_(0, chunk.edges.long(), product.to(out.dtype))
+        product = a.index_select(0, chunk.rows).to(out.dtype) * b.index_select(0, chunk.columns)
+        out.index_copy_(0, chunk.edges.long(), product.sum(-1))
 
 
 def attention_forward(block: CompressedEdges, inputs: AttentionInputs, state: AttentionState) -> None:
@@ -168,7 +168,7 @@ def attention_backward(
         mask = part.new_full(part.shape, dropout.scale if dropout.threshold > 0 else 1.0)
         if dropout.threshold > 0:
             mask *= dropout.not_dropped(chunk.edges, part.size(1))
-        rows = saved.gradient.index_select(0, i)
+        rows = saved.gradient.index_select(0, i).to(part.dtype)
         inner = (rows * x.index_select(0, j)).sum(-1)
         gradients.x.index_add_(0, j, rows * (part * mask).unsqueeze(-1))
         q = part * (mask * inner - saved.delta.index_select(0, i))

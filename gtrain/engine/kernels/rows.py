@@ -4,6 +4,9 @@ A vector has 16 numbers of float32 or 8 of float64, whatever the machine's regis
 two arrays only if it can prove that they do not overlap, so these kernels use vectors explicitly. Arrays are passed as
 pointers to their first item, because numba counts references to an array in every call; ``to``, ``at`` and ``start``
 are positions in them. Positions are not checked.
+
+numba has no bfloat16: such rows come as uint16, the upper half of a float32. They are loaded as lanes of float32, and
+rounded to the nearest, ties to even, when they are stored.
 """
 
 from __future__ import annotations
@@ -38,6 +41,45 @@ class Lanes(types.Type):  # type: ignore[misc]
 class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, lanes: Lanes) -> None:
         super().__init__(manager, lanes, ir.VectorType(manager.lookup(lanes.dtype).get_value_type(), lanes.count))
+
+
+def _lanes_of(dtype: Any) -> Lanes:
+    """The lanes that numbers of a dtype are loaded as."""
+    return Lanes(types.float32 if dtype == types.uint16 else dtype)
+
+
+def _in_memory(context: Any, pointer: Any, lanes: Lanes) -> Any:
+    """The vector that a pointer's lanes are in memory."""
+    item = context.get_value_type(pointer.dtype)
+    return ir.VectorType(item, lanes.count)
+
+
+def _widen(builder: Any, vector: Any, loaded: Any) -> Any:
+    """Convert a loaded vector to lanes ``vector``: the upper halves of float32 to float32."""
+    if loaded.type == vector:
+        return loaded
+    words = ir.VectorType(_INDEX, vector.count)
+    high = builder.shl(builder.zext(loaded, words), ir.Constant(words, [16] * vector.count))
+    return builder.bitcast(high, vector)
+
+
+def _narrow(builder: Any, stored: Any, lanes: Any) -> Any:
+    """Convert lanes to the vector ``stored`` of memory: float32 to its upper half, to nearest, ties to even."""
+    if lanes.type == stored:
+        return lanes
+    count = stored.count
+    words = ir.VectorType(_INDEX, count)
+
+    def constant(value: int) -> Any:
+        return ir.Constant(words, [value] * count)
+
+    bits = builder.bitcast(lanes, words)
+    upper = builder.lshr(bits, constant(16))
+    odd = builder.and_(upper, constant(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(0x7FFF))), constant(16))
+    # Rounding could turn a NaN into infinity; a quiet NaN keeps its upper half.
+    is_nan = builder.fcmp_unordered("uno", lanes, lanes)
+    return builder.trunc(builder.select(is_nan, builder.or_(upper, constant(0x40)), rounded), stored)
 
 
 def _pointer_at(builder: Any, item: Any, pointer: Any, position: Any) -> Any:
@@ -83,7 +125,17 @@ def lane_count(typingctx: Any, pointer: Any) -> Any:
     """Lanes of a vector, a constant."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(context.get_value_type(types.intp), Lanes(pointer.dtype).count)
+        return ir.Constant(context.get_value_type(types.intp), _lanes_of(pointer.dtype).count)
+
+    return types.intp(pointer), generate
+
+
+@_intrinsic
+def line_count(typingctx: Any, pointer: Any) -> Any:
+    """Numbers of a cache line, a constant."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return ir.Constant(context.get_value_type(types.intp), _BYTES * 8 // pointer.dtype.bitwidth)
 
     return types.intp(pointer), generate
 
@@ -91,13 +143,13 @@ def lane_count(typingctx: Any, pointer: Any) -> Any:
 @_intrinsic
 def load(typingctx: Any, pointer: Any, position: Any) -> Any:
     """The lanes from an item on."""
-    lanes = Lanes(pointer.dtype)
+    lanes = _lanes_of(pointer.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = context.get_value_type(lanes)
-        address = _pointer_at(builder, vector, *arguments)
+        address = _pointer_at(builder, _in_memory(context, pointer, lanes), *arguments)
         # The alignment of an item, not of a vector: rows start anywhere.
-        return builder.load(address, align=pointer.dtype.bitwidth // 8)
+        loaded = builder.load(address, align=pointer.dtype.bitwidth // 8)
+        return _widen(builder, context.get_value_type(lanes), loaded)
 
     return lanes(pointer, types.intp), generate
 
@@ -105,16 +157,18 @@ def load(typingctx: Any, pointer: Any, position: Any) -> Any:
 @_intrinsic
 def load_some(typingctx: Any, pointer: Any, position: Any, number: Any) -> Any:
     """The first ``number`` lanes from an item on; the others are 0."""
-    lanes = Lanes(pointer.dtype)
+    lanes = _lanes_of(pointer.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = context.get_value_type(lanes)
+        vector = _in_memory(context, pointer, lanes)
         address = _pointer_at(builder, vector, *arguments[:2])
         mask = _first_lanes(builder, arguments[2], lanes.count)
         inputs = [address.type, _INDEX, mask.type, vector]
         # A masked load does not touch memory behind the row, which may not be mapped.
         function = _declare(builder, f"llvm.masked.load.{_suffix(vector)}.p0", vector, inputs)
-        return builder.call(function, [address, _INDEX(pointer.dtype.bitwidth // 8), mask, ir.Constant(vector, None)])
+        zeros = ir.Constant(vector, None)
+        loaded = builder.call(function, [address, _INDEX(pointer.dtype.bitwidth // 8), mask, zeros])
+        return _widen(builder, context.get_value_type(lanes), loaded)
 
     return lanes(pointer, types.intp, types.intp), generate
 
@@ -124,8 +178,9 @@ def store(typingctx: Any, pointer: Any, position: Any, value: Any) -> Any:
     """Store lanes from an item on."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address = _pointer_at(builder, arguments[2].type, *arguments[:2])
-        builder.store(arguments[2], address, align=pointer.dtype.bitwidth // 8)
+        vector = _in_memory(context, pointer, value)
+        address = _pointer_at(builder, vector, *arguments[:2])
+        builder.store(_narrow(builder, vector, arguments[2]), address, align=pointer.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp, value), generate
@@ -136,12 +191,13 @@ def store_some(typingctx: Any, pointer: Any, position: Any, value: Any, number: 
     """Store the first ``number`` lanes from an item on."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = arguments[2].type
+        vector = _in_memory(context, pointer, value)
         address = _pointer_at(builder, vector, *arguments[:2])
         mask = _first_lanes(builder, arguments[3], value.count)
         inputs = [vector, address.type, _INDEX, mask.type]
         function = _declare(builder, f"llvm.masked.store.{_suffix(vector)}.p0", ir.VoidType(), inputs)
-        builder.call(function, [arguments[2], address, _INDEX(pointer.dtype.bitwidth // 8), mask])
+        item = _narrow(builder, vector, arguments[2])
+        builder.call(function, [item, address, _INDEX(pointer.dtype.bitwidth // 8), mask])
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp, value, types.intp), generate
@@ -150,12 +206,12 @@ def store_some(typingctx: Any, pointer: Any, position: Any, value: Any, number: 
 @_intrinsic
 def fill(typingctx: Any, pointer: Any, value: Any) -> Any:
     """Lanes of a pointer's type that all hold a number."""
-    lanes = Lanes(pointer.dtype)
+    lanes = _lanes_of(pointer.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return _splat(builder, arguments[1], lanes.count)
 
-    return lanes(pointer, pointer.dtype), generate
+    return lanes(pointer, lanes.dtype), generate
 
 
 @_intrinsic
@@ -213,8 +269,19 @@ def prefetch_row(x: Any, columns: Any, e: int, end: int, width: int) -> None:
     """Prefetch the row of ``x`` that a later edge reads, if that edge lies before ``end``."""
     if e + _PREFETCH_EDGES < end:
         start = columns[e + _PREFETCH_EDGES] * width
-        for c in range(0, width, lane_count(x)):
+        for c in range(0, width, line_count(x)):
             prefetch(x, start + c)
+
+
+@inlined()
+def copy(out: Any, to: int, x: Any, start: int, count: int) -> None:
+    """``out[to:] = x[start:]`` of ``count`` numbers, converted."""
+    step = lane_count(x)
+    rest = count % step
+    for c in range(0, count - rest, step):
+        store(out, to + c, load(x, start + c))
+    if rest:
+        store_some(out, to + count - rest, load_some(x, start + count - rest, rest), rest)
 
 
 @inlined()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
@@ -14,8 +15,9 @@ from torch import Tensor
 from gtrain.engine.edges import CompressedEdges
 from gtrain.engine.kernels import plain
 from gtrain.engine.kernels.plain import ExtremeState
-from gtrain.engine.kernels.rows import add, add_scaled, data, dot, prefetch_row
+from gtrain.engine.kernels.rows import add, add_scaled, copy, data, dot, prefetch_row
 from gtrain.engine.kernels.threads import run_over_rows, runs_compiled
+from gtrain.engine.precision import sum_dtype
 from gtrain.kernels.options import inlined
 
 
@@ -25,11 +27,15 @@ def spmm(block: CompressedEdges, x: Tensor, out: Tensor, weight: Tensor | None =
     Args:
         block: E_b edges by row.
         x: ``[S, H, C]``, rows that the block's columns name.
-        out: ``[T, H, C]``, added to in place.
+        out: ``[T, H, C]``, added to in place; of bfloat16, each row is summed in float32 and rounded once.
         weight: ``[E, H]``, at the positions that ``block.edges`` names; None: 1.
     """
-    if runs_compiled([x, weight], [out]):
-        run_over_rows(block, _spmm, x, out, weight)
+    if runs_compiled([weight], [out], [x], rounds=True):
+        run_over_rows(block, _spmm_rounded if out.dtype == torch.bfloat16 else _spmm, x, out, weight)
+    elif out.dtype == torch.bfloat16:
+        total = out.float()
+        plain.spmm(block, x, total, weight)
+        out.copy_(total)
     else:
         plain.spmm(block, x, out, weight)
 
@@ -43,7 +49,7 @@ def sddmm(block: CompressedEdges, a: Tensor, b: Tensor, out: Tensor) -> None:
         b: ``[K, H, C]``, rows that its columns name.
         out: ``[E, H]``, set at the positions that ``block.edges`` names.
     """
-    if runs_compiled([a, b], [out]):
+    if runs_compiled([], [out], [a, b]):
         run_over_rows(block, _sddmm, a, b, out)
     else:
         plain.sddmm(block, a, b, out)
@@ -56,31 +62,54 @@ def load_sums(edge: CompressedEdges, dtype: torch.dtype) -> None:
         edge: a block of one edge, from row 0 to column 0.
         dtype: of the rows.
     """
-    rows = torch.zeros(1, 1, 1, dtype=dtype)
-    spmm(edge, rows, torch.zeros_like(rows))
-    spmm(edge, rows, torch.zeros_like(rows), torch.zeros(1, 1, dtype=dtype))
+    rows, weight = torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=sum_dtype(dtype))
+    for out in {dtype, weight.dtype}:
+        spmm(edge, rows, rows.to(out))
+        spmm(edge, rows, rows.to(out), weight)
+
+
+@inlined()
+def _add_edges(
+    total: Any, to: int, block: Any, k: int, source: Any, weight: Any, heads: int, channels: int, end: int
+) -> None:
+    """``total[to:] += weight[e] * x[j]`` of the edges of row k; a row is ``heads * channels`` numbers."""
+    width, column, position = heads * channels, data(block.columns), data(block.edges)
+    for e in range(block.ptr[k], block.ptr[k + 1]):
+        prefetch_row(source, column, e, end, width)
+        start = column[e] * width
+        if weight is None:
+            add(total, to, source, start, width)
+        else:
+            # Weights are in the order of ``edge_index``, not of the block, so they too are read at random.
+            prefetch_row(data(weight), position, e, end, heads)
+            for h in range(heads):
+                c = h * channels
+                add_scaled(total, to + c, source, start + c, weight[position[e], h], channels)
 
 
 @njit(cache=True, nogil=True)
 def _spmm(block: Any, x: Any, out: Any, weight: Any, first: int, last: int) -> None:
     """Rows ``first .. last-1`` of :func:`spmm`: ``out[i, h] += sum over edges j -> i of weight[e, h] * x[j, h]``."""
-    rows, ptr = block.rows, block.ptr
     heads, channels = x.shape[1], x.shape[2]
-    width, end = heads * channels, ptr[last]
-    source, total, column, position = data(x), data(out), data(block.columns), data(block.edges)
+    width, end = heads * channels, block.ptr[last]
+    source, total = data(x), data(out)
     for k in range(first, last):
-        to = rows[k] * width
-        for e in range(ptr[k], ptr[k + 1]):
-            prefetch_row(source, column, e, end, width)
-            start = column[e] * width
-            if weight is None:
-                add(total, to, source, start, width)
-            else:
-                # Weights are in the order of ``edge_index``, not of the block, so they too are read at random.
-                prefetch_row(data(weight), position, e, end, heads)
-                for h in range(heads):
-                    c = h * channels
-                    add_scaled(total, to + c, source, start + c, weight[position[e], h], channels)
+        _add_edges(total, block.rows[k] * width, block, k, source, weight, heads, channels, end)
+
+
+@njit(cache=True, nogil=True)
+def _spmm_rounded(block: Any, x: Any, out: Any, weight: Any, first: int, last: int) -> None:
+    """As :func:`_spmm`, for a result of bfloat16: a row is summed in float32 beside it."""
+    heads, channels = x.shape[1], x.shape[2]
+    width, end = heads * channels, block.ptr[last]
+    source, total = data(x), data(out)
+    sums = np.empty(width, np.float32)
+    row = data(sums)
+    for k in range(first, last):
+        to = block.rows[k] * width
+        copy(row, 0, total, to, width)
+        _add_edges(row, 0, block, k, source, weight, heads, channels, end)
+        copy(total, to, row, 0, width)
 
 
 @njit(cache=True, nogil=True)

@@ -18,19 +18,37 @@ _RANGE_EDGES = 1 << 13  # fewer edges are not worth another thread
 _RANGES_PER_THREAD = 4  # a thread that finishes early takes over some of the others' rows
 
 
-def runs_compiled(inputs: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> bool:
-    """Whether compiled loops take these tensors: on the CPU, all float32 or all float64, outputs contiguous."""
-    tensors = [*outputs, *(t for t in inputs if t is not None)]
-    dtype = outputs[0].dtype
-    alike = all(t.dtype == dtype and t.device.type == "cpu" for t in tensors)
-    return alike and dtype in (torch.float32, torch.float64) and all(t.is_contiguous() for t in outputs)
+_NUMBERS = ({torch.float32}, {torch.float64}, {torch.bfloat16}, {torch.float32, torch.bfloat16})
+
+
+def runs_compiled(
+    inputs: Sequence[Tensor | None], outputs: Sequence[Tensor], rows: Sequence[Tensor] = (), *, rounds: bool = False
+) -> bool:
+    """Whether compiled loops take these tensors: on the CPU, all float32 or all float64, outputs contiguous.
+
+    Args:
+        inputs, outputs: tensors of the loop.
+        rows: inputs that may be bfloat16 beside float32.
+        rounds: whether the outputs may be bfloat16 too; the loop sums in float32, and rounds.
+    """
+    exact = [t for t in ([*inputs] if rounds else [*outputs, *inputs]) if t is not None]
+    tensors = [*exact, *outputs, *rows]
+    if any(t.dtype == torch.bfloat16 for t in exact) or any(t.device.type != "cpu" for t in tensors):
+        return False
+    return {t.dtype for t in tensors} in _NUMBERS and all(t.is_contiguous() for t in outputs)
 
 
 def as_numpy(value: Any) -> Any:
-    """Convert a tensor, or each tensor of a NamedTuple, to numpy; only a tensor that is not contiguous is copied."""
+    """Convert a tensor, or each tensor of a NamedTuple, to numpy; only a tensor that is not contiguous is copied.
+
+    bfloat16 becomes uint16, the same bits.
+    """
     if isinstance(value, tuple):
         return type(value)(*map(as_numpy, value))
-    return value.detach().contiguous().numpy() if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    dense = value.detach().contiguous()
+    return (dense.view(torch.uint16) if dense.dtype == torch.bfloat16 else dense).numpy()
 
 
 def num_threads() -> int:

@@ -24,6 +24,7 @@ from torch_geometric.utils import softmax
 from gtrain.engine.attention.softmax import attend_by_blocks
 from gtrain.engine.blocks import aggregate_by_blocks
 from gtrain.engine.edges import EdgeBlock, EdgeBlocks
+from gtrain.engine.precision import AutocastState
 from gtrain.engine.propagate_call import PropagateCall, TensorPool, probe_inputs, probing
 from gtrain.engine.schedule import Schedule
 from gtrain.errors import DataError
@@ -284,7 +285,7 @@ class AttentionCall(PropagateCall):
     def __init__(self, blocks: EdgeBlocks, x: Tensor, expression: EdgeExpression) -> None:
         self.conv: Any = ParameterOwner([tensor for step in expression.steps for tensor in step.tensors])
         self.blocks, self.reduce, self.pool, self.attention = blocks, "sum", TensorPool(), None
-        self.position = current_position()
+        self.position, self.autocast = current_position(), AutocastState(blocks.in_degree.device.type)
         self._expression = expression
         self._x, self._source = self.pool.add("source", x), self.pool.add("source", expression.source)
         self._target = self.pool.add("target", expression.target)
@@ -399,7 +400,7 @@ class FunctionCall(PropagateCall):
 
     def __init__(self, graph: Any, function: Function, field: str, reduce: str) -> None:
         self.blocks, self.reduce, self.pool, self.attention = graph.blocks, reduce, TensorPool(), None
-        self.position = current_position()
+        self.position, self.autocast = current_position(), AutocastState(self.blocks.in_degree.device.type)
         self.conv: Any = ParameterOwner([])
         self._graph, self._function, self._field = graph, function, field
         self._columns: dict[tuple[str, str], int] = {}

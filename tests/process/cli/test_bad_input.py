@@ -129,7 +129,7 @@ def test_a_class_that_does_not_exist(group: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "parts"),
     [
-        ("trainer.precision=bf16-mixed", ["trainer.precision=bf16-mixed was set", "32-true and 64-true"]),
+        ("trainer.precision=16-mixed", ["trainer.precision=16-mixed was set", "bf16-mixed and bf16-true"]),
         ("trainer.accumulate_grad_batches=2", ["accumulate_grad_batches=2 was set", "nothing to accumulate"]),
         ("trainer.limit_train_batches=0.5", ["limit_train_batches=0.5 was set", "fraction"]),
         ("data.batch_size=16", ["data.batch_size=16 was set", "whole graph"]),

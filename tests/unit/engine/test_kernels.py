@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numba import njit
 from torch import Tensor
 
 from gtrain.engine import kernels
-from gtrain.engine.edges import CompressedEdges, compress
+from gtrain.engine.edges import CompressedEdges, EdgeBlock, compress
 from gtrain.engine.kernels import AttentionGradients, AttentionInputs, TargetGradients, plain, threads
 from gtrain.engine.kernels.rows import data
 from gtrain.kernels.exponential import exp_all
@@ -71,7 +71,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(threads, "_RANGE_EDGES", 8)
     if request.param == "plain":
         for module in (kernels.sums, kernels.attention):
-            monkeypatch.setattr(module, "runs_compiled", lambda *_: False)
+            monkeypatch.setattr(module, "runs_compiled", lambda *_, **__: False)
     monkeypatch.setattr(threads, "num_threads", lambda: 3 if request.param == "three threads" else 1)
     return request.param
 
@@ -114,11 +114,45 @@ def test_inputs_need_not_be_contiguous(way: str) -> None:
 
 
 def test_other_types_take_plain_torch() -> None:
-    graph, x = edges(), draw(SOURCES, 1, 8).bfloat16()
+    graph, x = edges(), draw(SOURCES, 1, 8).half()
     out = torch.zeros(TARGETS, 1, 8, dtype=torch.float32)
     for own, by_target, _ in graph.blocks():
         kernels.spmm(by_target, x[own], out)
     near(out, torch.zeros(TARGETS, 1, 8).index_add(0, graph.target, x.float()[graph.source]))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("heads", "channels"), SHAPES)
+def test_rows_of_bfloat16_are_summed_in_float32(way: str, heads: int, channels: int, weighted: bool) -> None:
+    graph, x = edges(), draw(SOURCES, heads, channels).bfloat16()
+    start = draw(TARGETS, heads, channels).bfloat16()
+    weight = draw(EDGES, heads, dtype=torch.float32) if weighted else None
+    exact, rounded, dweight = start.float(), start.clone(), torch.zeros(EDGES, heads)
+    for own, by_target, _ in graph.blocks():
+        kernels.spmm(by_target, x[own], exact, weight)
+        kernels.spmm(by_target, x[own], rounded, weight)
+        kernels.sddmm(by_target, start, x[own], dweight)
+    rows = x.float()[graph.source]
+    messages = rows if weight is None else rows * weight.unsqueeze(-1)
+    near(exact, start.float().index_add(0, graph.target, messages))
+    near(dweight, (start.float()[graph.target] * rows).sum(-1))
+    # Each of the blocks rounds once, to 8 significant bits.
+    torch.testing.assert_close(rounded.float(), exact, rtol=0, atol=4 * 2**-9 * float(exact.abs().max()))
+
+
+def test_a_sum_of_bfloat16_is_rounded_once(way: str) -> None:
+    """1000 ones: in bfloat16 a sum would stop at 256. Ties go to even, NaN and infinity remain."""
+    count = 1000
+    block = EdgeBlock(torch.arange(count), torch.zeros(count, dtype=torch.int64), torch.zeros(count).long(), 1, 1)
+    x = torch.tensor([[[1.0, math.nan, math.inf, -1.0, *[0.0] * 20]]]).bfloat16()
+    out = torch.zeros_like(x)
+    kernels.spmm(block.by_target, x, out)
+    assert out.flatten()[:4].tolist()[0] == 1000 and out[0, 0, 1].isnan() and out[0, 0, 2] == math.inf
+    assert out[0, 0, 3] == -1000 and not out[0, 0, 4:].any()
+    for number in (1 + 2**-8, 1 + 3 * 2**-8, -1.01, 3e38, 2.0**-130):
+        out = torch.zeros_like(x)
+        kernels.spmm(block.select(slice(1)).by_target, torch.full(x.shape, number), out)
+        assert torch.equal(out, torch.full(x.shape, number).bfloat16())
 
 
 # ------------------------------------------------------------------------------------------------- attention
@@ -156,7 +190,7 @@ class Attention:
             kernels.attention_forward(by_target, inputs, state)
         lse = kernels.attention_finish(state)
         delta = (self.gradient * state.out).sum(-1)
-        found = [torch.zeros_like(t) for t in (self.x, self.source, self.target)]
+        found = [torch.zeros_like(t, dtype=state.out.dtype) for t in (self.x, self.source, self.target)]
         for own, _, by_source in graph.blocks():
             inputs = AttentionInputs(self.x[own], self.source[own], self.target, SLOPE, keep)
             gradients = AttentionGradients(found[0][own], found[1][own], found[2])
@@ -180,6 +214,18 @@ def test_attention_is_that_of_autograd(way: str, heads: int, channels: int, keep
     case, graph = attention(heads, channels, dtype), edges()
     for found, wanted in zip(case.found(graph, keep), case.wanted(graph, keep), strict=True):
         near(found, wanted)
+
+
+@pytest.mark.parametrize("keep", [NO_DROPOUT, Mask(0.4, 11)], ids=["all", "dropout"])
+@pytest.mark.parametrize(("heads", "channels"), SHAPES)
+def test_attention_over_rows_of_bfloat16(way: str, heads: int, channels: int, keep: Mask) -> None:
+    """Its results, of float32, are those of the same rows in float32."""
+    case, graph = attention(heads, channels, torch.float32), edges()
+    low, gradient = case.x.bfloat16(), case.gradient.bfloat16()
+    exact = replace(case, x=low.float(), gradient=gradient.float())
+    results = exact.found(graph, keep)
+    for actual, wanted in zip(replace(case, x=low, gradient=gradient).found(graph, keep), results, strict=True):
+        near(actual, wanted)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))

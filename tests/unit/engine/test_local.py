@@ -216,21 +216,66 @@ def test_a_subclass_and_a_class_that_it_does_not_know_stay_as_they_are(engine: L
     assert not any(engine.runs(conv) for conv in convs)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_other_dtypes_and_autocast_run_as_written(dtype: torch.dtype, engine: LocalEngine) -> None:
-    conv, data = GraphConv(IN, 5).to(dtype), graph()
-    x = data["x"].to(dtype)
+def test_float16_runs_as_written(engine: LocalEngine) -> None:
+    conv, data = GraphConv(IN, 5).half(), graph()
+    x = data["x"].half()
     expected = conv(x, data["edge_index"])
     engine.install(conv)
     assert torch.equal(conv(x, data["edge_index"]), expected)
+    wide = SAGEConv(IN, 5)
+    with torch.autocast("cpu", torch.float16):
+        expected = wide(data["x"].float(), data["edge_index"])
+        engine.install(wide)
+        assert torch.equal(wide(data["x"].float(), data["edge_index"]), expected)
 
 
-def test_under_autocast_layers_run_as_written(engine: LocalEngine) -> None:
-    conv, data = SAGEConv(IN, 5), graph()
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = conv(data["x"].float(), data["edge_index"])
-        engine.install(conv)
-        assert torch.equal(conv(data["x"].float(), data["edge_index"]), expected)
+@pytest.mark.parametrize("precision", ["mixed", "true"])
+@pytest.mark.parametrize("name", [*CASES, *SQUARE])
+def test_in_bfloat16_a_convolution_equals_its_own_to_rounding(name: str, precision: str, engine: LocalEngine) -> None:
+    """As near to fp64 as PyG's methods in the same precision, and of the same dtypes."""
+    make, names = {**CASES, **SQUARE}[name]
+    conv, data = make(), graph()
+    dtype = torch.float32 if precision == "mixed" else torch.bfloat16
+    low = copy.deepcopy(conv).to(dtype)
+    rounded = {key: value.to(dtype) if value.is_floating_point() else value for key, value in data.items()}
+
+    def run(conv: nn.Module, data: dict[str, Tensor]) -> list[Tensor | None]:
+        conv.zero_grad()
+        leaf = data["x"].clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=conv is low and precision == "mixed"):
+            out = conv(leaf, data["edge_index"], **arguments(data, names))
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(data["x"])
+        (out.to(weight) * weight).sum().backward()
+        return [out.detach(), leaf.grad, *(None if p.grad is None else p.grad.clone() for p in conv.parameters())]
+
+    exact, plain = run(conv.double(), data), run(low, rounded)
+    engine.install(low)
+    engine.add_constants(rounded.values())
+    ours = run(low, rounded)
+    for actual, written, wanted in zip(ours, plain, exact, strict=True):
+        assert (actual is None) == (written is None) == (wanted is None)
+        if actual is None or written is None or wanted is None:
+            continue
+        assert actual.dtype == written.dtype
+        scale = float(wanted.norm())
+        assert float((actual - wanted).norm()) <= 2 * float((written - wanted).norm()) + 0.01 * scale
+        assert float((actual - wanted).norm()) <= 0.2 * scale
+
+
+def test_sums_of_bfloat16_do_not_stop_at_256(engine: LocalEngine) -> None:
+    """A target of 1000 edges, and a degree of 1001."""
+    count = 1000
+    edges = torch.stack([torch.arange(count), torch.zeros(count, dtype=torch.int64)])
+    x = torch.ones(count, IN, dtype=torch.bfloat16)
+    conv, norm = GINConv(nn.Identity(), eps=-1.0), GCNConv(IN, 5, bias=False).bfloat16()
+    engine.install(nn.ModuleList([conv, norm]))
+    assert conv(x, edges)[0, 0] == count
+    if engine._constant:
+        engine.add_constants([edges])
+        weight = norm.lin.weight.double().sum(1)
+        # One term of weight 1 / 1001, and 999 of 1 / sqrt(1001).
+        expected = weight * (1 / (count + 1) + (count - 1) / (count + 1) ** 0.5)
+        torch.testing.assert_close(norm(x, edges)[0].double(), expected, rtol=0.02, atol=1e-3)
 
 
 def test_an_edge_to_no_node_is_an_error(engine: LocalEngine) -> None:

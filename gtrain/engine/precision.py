@@ -1,0 +1,68 @@
+"""Precision of the engine: products of bfloat16 where autocast or the parameters say so, sums over edges in float32."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+_ROWS = 1 << 12
+LOW = (torch.bfloat16, torch.float16)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of ``dtype`` are summed: at least float32."""
+    return torch.float32 if dtype in LOW else dtype
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products with ``x``: autocast's inside of autocast, else that of ``x``."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which operations on the device of ``x`` run in the dtypes of their arguments."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+class AutocastState:
+    """The state of autocast on one device, for code that a backward pass runs again.
+
+    Args:
+        device: the device's type.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device, self._enabled = device, torch.is_autocast_enabled(device)
+        self._dtype = torch.get_autocast_dtype(device)
+
+    def restored(self) -> AbstractContextManager[object]:
+        """Return a context with this state."""
+        if self._enabled == torch.is_autocast_enabled(self._device):
+            return nullcontext()
+        return torch.autocast(self._device, self._dtype, enabled=self._enabled)
+
+
+def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``a @ b + bias``, in the dtype of ``a`` and ``b``."""
+    return torch.mm(a, b) if bias is None else torch.addmm(bias.to(a.dtype), a, b)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Add ``a @ b`` to ``total`` in place, which may be of a wider dtype than ``a`` and ``b``."""
+    return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(torch.mm(a, b))
+
+
+def column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sums of columns ``[n, C] -> [C]`` in ``dtype``; narrower rows are converted while in the cache."""
+    if rows.dtype == sum_dtype(rows.dtype):
+        return rows.sum(0, dtype=dtype)
+    total = rows.new_zeros(rows.size(1), dtype=sum_dtype(rows.dtype))
+    for part in rows.split(_ROWS):
+        total += part.sum(0, dtype=total.dtype)
+    return total.to(dtype)
