@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn.conv import (
     GATConv,
+    GATv2Conv,
     GCNConv,
     GINConv,
     GraphConv,
@@ -23,6 +24,7 @@ from torch_geometric.nn.conv import (
     RGCNConv,
     SAGEConv,
     SGConv,
+    TransformerConv,
 )
 
 from gtrain.engine.constants import Constants, version_of
@@ -38,7 +40,7 @@ from gtrain.nn.dropout import DropoutRows, current_position, edge_ids, resumed_a
 from gtrain.strategy.group import Group
 
 KNOWN: frozenset[type[nn.Module]] = frozenset(
-    {GATConv, GCNConv, GINConv, GraphConv, LGConv, RGCNConv, SAGEConv, SGConv}
+    {GATConv, GATv2Conv, GCNConv, GINConv, GraphConv, LGConv, RGCNConv, SAGEConv, SGConv, TransformerConv}
 )
 """Classes whose calls the engine takes; a subclass may compute something else, and runs as it is."""
 _SCHEDULE = Schedule(mode=3)
@@ -172,7 +174,7 @@ def _served(tensors: list[Tensor]) -> bool:
 
 def _drops_unknown_edges(conv: nn.Module) -> bool:
     """Whether a layer drops coefficients of edges whose ids the running step's dropout does not know."""
-    drops = conv.training and isinstance(conv, GATConv) and conv.dropout > 0
+    drops = conv.training and isinstance(conv, (GATConv, GATv2Conv, TransformerConv)) and conv.dropout > 0  # type: ignore[operator]
     position = current_position() if drops else None
     return position is not None and position.ids is None
 

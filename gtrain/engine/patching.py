@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from torch_geometric.nn.conv import GATConv, MessagePassing, RGCNConv
+from torch_geometric.nn.conv import GATConv, GATv2Conv, MessagePassing, RGCNConv, TransformerConv
 
 from gtrain.engine.constants import Constants, version_of
 from gtrain.engine.edges import BlockSource, EdgeBlock, EdgeBlocks, sort_edges
 from gtrain.engine.fused_layers import count_hop
-from gtrain.engine.kernels import load_attention, load_sums
+from gtrain.engine.kernels import load_attention, load_pairs, load_sums
 from gtrain.engine.linear import LinearCall, aggregate
+from gtrain.engine.precision import sum_dtype
 from gtrain.engine.propagate_call import reduction
 from gtrain.engine.schedule import Schedule
 from gtrain.errors import ConfigError
@@ -210,6 +211,8 @@ def load_kernels(module: nn.Module, dtype: torch.dtype) -> None:
     load_sums(edge, dtype)
     if any(isinstance(layer, GATConv) for layer in module.modules()):
         load_attention(edge, dtype)
+    if any(isinstance(layer, (GATv2Conv, TransformerConv)) for layer in module.modules()):
+        load_pairs(edge, sum_dtype(dtype))
 
 
 class PatchedFunctions:

@@ -10,14 +10,24 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from torch_geometric.nn.conv import GATConv, GATv2Conv, GCNConv, GraphConv, MessagePassing, SAGEConv, SGConv
+from torch_geometric.nn.conv import (
+    GATConv,
+    GATv2Conv,
+    GCNConv,
+    GraphConv,
+    MessagePassing,
+    SAGEConv,
+    SGConv,
+    TransformerConv,
+)
 
 from gtrain.engine.attention.fused import attend
+from gtrain.engine.attention.pairs import attend_additive, attend_by_products
 from gtrain.engine.attention.softmax import attend_by_blocks, calls_softmax, is_linear_in_coefficients
 from gtrain.engine.blocks import aggregate_by_blocks, extreme
 from gtrain.engine.constants import Constants
@@ -124,7 +134,9 @@ class Propagation:
         out = call = None
         if reduce is not None and conv not in self._returning_weights:
             call = PropagateCall(conv, edges(edge_index), reduce, kwargs)
-            out = self._linear(conv, call, edge_index) if self._schedule.compiled else None
+            if self._schedule.compiled:
+                out = self._by_products(conv, call, kwargs)
+                out = self._linear(conv, call, edge_index) if out is None else out
         if out is None:
             kwargs = {name: self.transforms.settle(value) for name, value in kwargs.items()}
             if call is not None:
@@ -153,6 +165,18 @@ class Propagation:
             return aggregate([LinearCall(linear.blocks, x, linear.weight, linear.mean)], self._schedule)[0]
 
         return transform(self._constants.result((x, edge_index, linear.weight), ("linear", linear.mean), compute))
+
+    def _by_products(self, conv: MessagePassing, call: PropagateCall, kwargs: dict[str, Any]) -> Tensor | None:
+        """The attention of transformers without edge features, by kernels; None for other convolutions."""
+        if type(conv).message is not TransformerConv.message or call.reduce != "sum":
+            return None
+        key, value, query = (kwargs.get(name) for name in ("key", "value", "query"))
+        # Nodes are the first dimension.
+        rows = all(isinstance(tensor, Tensor) and tensor.dim() == 3 for tensor in (key, value, query))
+        if not rows or kwargs.get("edge_attr") is not None or conv.lin_edge is not None:
+            return None
+        dropout = conv.dropout if conv.training else 0.0
+        return attend_by_products(call.blocks, key, value, query, dropout, self._schedule)  # type: ignore[arg-type]
 
     def _by_blocks(self, call: PropagateCall) -> Tensor | None:
         """Block by block; None where the mode or the convolution does not allow it."""
@@ -185,16 +209,19 @@ class Propagation:
     def _fused(
         self, conv: MessagePassing, blocks: EdgeBlocks, kwargs: dict[str, Any], deferred: DeferredCoefficients
     ) -> Tensor | None:
-        """GAT without edge features, by kernels; None for other convolutions."""
-        cls = type(conv)
-        plain = cls.edge_update is GATConv.edge_update and cls.message is GATConv.message
-        logits, x = deferred.kwargs.get("alpha"), kwargs.get("x")
-        if not plain or not self._schedule.compiled or deferred.kwargs.get("edge_attr") is not None:
+        """GAT and GATv2 without edge features, by kernels; None for other convolutions."""
+        x, inputs = kwargs.get("x"), deferred.kwargs.get("alpha", deferred.kwargs.get("x"))
+        if not self._schedule.compiled or deferred.kwargs.get("edge_attr") is not None:
             return None
-        if not isinstance(x, tuple) or not isinstance(logits, tuple) or logits[0] is None or logits[1] is None:
+        if not _is_pair(x) or not _is_pair(inputs):
             return None
         dropout = conv.dropout if conv.training else 0.0
-        return attend(blocks, x[0], logits[0], logits[1], conv.negative_slope, dropout, self._schedule)
+        methods = type(conv).edge_update, type(conv).message
+        if methods == (GATConv.edge_update, GATConv.message):
+            return attend(blocks, x[0], *inputs, conv.negative_slope, dropout, self._schedule)
+        if methods == (GATv2Conv.edge_update, GATv2Conv.message) and x[0] is inputs[0]:
+            return attend_additive(blocks, *inputs, conv.att[0], conv.negative_slope, dropout, self._schedule)
+        return None
 
 
 class Transforms:
@@ -259,6 +286,11 @@ class Transforms:
     def _mark(self, layer: nn.Module, out: Tensor) -> Tensor:
         self._applied[out] = layer
         return out
+
+
+def _is_pair(value: Any) -> TypeGuard[tuple[Tensor, Tensor]]:
+    """Whether an argument of a call has tensors for both ends of edges."""
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(end, Tensor) for end in value)
 
 
 def _identity(out: Tensor) -> Tensor:

@@ -13,11 +13,14 @@ from gtrain.engine.kernels.attention import (
     attention_state,
     load_attention,
 )
+from gtrain.engine.kernels.pairs import load_pairs, pair_backward, pair_forward
 from gtrain.engine.kernels.plain import (
     AttentionGradients,
     AttentionInputs,
     AttentionState,
     ExtremeState,
+    PairGradients,
+    PairInputs,
     TargetGradients,
 )
 from gtrain.engine.kernels.sums import extreme_backward, extreme_forward, extreme_state, load_sums, sddmm, spmm
@@ -27,6 +30,8 @@ __all__ = [
     "AttentionInputs",
     "AttentionState",
     "ExtremeState",
+    "PairGradients",
+    "PairInputs",
     "TargetGradients",
     "attention_backward",
     "attention_finish",
@@ -36,7 +41,10 @@ __all__ = [
     "extreme_forward",
     "extreme_state",
     "load_attention",
+    "load_pairs",
     "load_sums",
+    "pair_backward",
+    "pair_forward",
     "sddmm",
     "spmm",
 ]

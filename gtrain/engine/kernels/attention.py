@@ -38,19 +38,25 @@ from gtrain.engine.precision import sum_dtype
 from gtrain.kernels.exponential import exp_all
 from gtrain.kernels.options import FAST, inlined
 from gtrain.kernels.random import GOLDEN, mix
-from gtrain.nn.dropout import NO_DROPOUT
+from gtrain.nn.dropout import NO_DROPOUT, Mask
 
-_GROUP = 256  # edges whose exponentials are computed in one go
+EDGE_GROUP = 256
+"""Edges whose exponentials are computed in one go."""
 _LOW, _SHIFT_32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 _LOGIT, _LSE, _DELTA, _GRADIENT = range(4)  # rows of a target in ``packed``
 
 
-class _Dropout(NamedTuple):
+class KernelDropout(NamedTuple):
     """What compiled loops need of :class:`gtrain.nn.dropout.Mask`; a threshold of 0 means no dropout."""
 
     stream: np.uint64
     threshold: int
     scale: float
+
+    @staticmethod
+    def of(mask: Mask) -> KernelDropout:
+        """Return the same dropout for compiled loops."""
+        return KernelDropout(np.uint64(mask.stream), mask.threshold, mask.scale)
 
 
 def attention_state(num_targets: int, x: Tensor) -> AttentionState:
@@ -69,7 +75,7 @@ def attention_forward(block: CompressedEdges, inputs: AttentionInputs, state: At
         state: changed in place.
     """
     if runs_compiled(inputs[1:3], state, inputs[:1]):
-        run_over_rows(block, _forward, *inputs[:4], state, _dropout(inputs))
+        run_over_rows(block, _forward, *inputs[:4], state, KernelDropout.of(inputs.dropout))
     else:
         plain.attention_forward(block, inputs, state)
 
@@ -105,7 +111,7 @@ def attention_backward(
     copies = [packed, *(packed.clone() for _ in ranges[1:])]
     x, source, _, slope, _ = inputs
     arrays = [as_numpy(value) for value in (block, x, source, saved.gradient)]
-    dx, dsource, dropout = as_numpy(gradients.x), as_numpy(gradients.source), _dropout(inputs)
+    dx, dsource, dropout = as_numpy(gradients.x), as_numpy(gradients.source), KernelDropout.of(inputs.dropout)
     run_in_threads(
         [
             partial(_backward, *arrays, as_numpy(copy), slope, dx, dsource, dropout, first, last)  # type: ignore[call-arg]
@@ -127,13 +133,9 @@ def load_attention(edge: CompressedEdges, dtype: torch.dtype) -> None:
     attention_backward(edge, inputs, saved, gradients)
 
 
-def _dropout(inputs: AttentionInputs) -> _Dropout:
-    return _Dropout(np.uint64(inputs.dropout.stream), inputs.dropout.threshold, inputs.dropout.scale)
-
-
 # ---------------------------------------------------------------------------- compiled loops
 #
-# Edges are taken in groups of _GROUP, whatever rows they belong to, in three passes: their logits, row by row; all
+# Edges are taken in groups of EDGE_GROUP, whatever rows they belong to, in three passes: their logits, row by row; all
 # exponentials at once, which vectorise over the whole group; then the rows of x. A row with more edges than a group is
 # merged piece by piece, as blocks are.
 
@@ -155,7 +157,7 @@ def _logits(
 
 
 @inlined(fastmath=FAST)
-def _raise_top(top: Any, total: Any, out: Any, i: int, peak: Any, heads: int, channels: int) -> None:
+def raise_top(top: Any, total: Any, out: Any, i: int, peak: Any, heads: int, channels: int) -> None:
     """Merge ``peak`` (heads,) into the maximum of row i; afterwards it is finite, to be subtracted from logits."""
     for h in range(heads):
         at, new = i * heads + h, peak[h]
@@ -173,7 +175,7 @@ def _raise_top(top: Any, total: Any, out: Any, i: int, peak: Any, heads: int, ch
 
 
 @inlined()
-def _fill_masks(mask: Any, edges: Any, start: int, count: int, heads: int, dropout: Any, scale: Any) -> None:
+def fill_masks(mask: Any, edges: Any, start: int, count: int, heads: int, dropout: Any, scale: Any) -> None:
     """Set ``mask`` (count, heads) to the dropout of ``count`` edges, whose ids ``edges`` holds from ``start`` on.
 
     The random numbers are those of :func:`gtrain.nn.dropout_kernels.fill_words`, whose buffer would cost a tenth more.
@@ -200,18 +202,18 @@ def _forward(
     flat, left, right = data(x), data(source), data(target)
     column, position = data(block.columns), data(block.edges)
     sums, peaks, totals = data(state.out), data(state.top), data(state.total)
-    scratch, target_of = np.empty((2 * _GROUP + 1, heads), source.dtype), np.empty(_GROUP, np.int64)
-    part, mask, peak = data(scratch), data(scratch[_GROUP:]), data(scratch[2 * _GROUP :])
+    scratch, target_of = np.empty((2 * EDGE_GROUP + 1, heads), source.dtype), np.empty(EDGE_GROUP, np.int64)
+    part, mask, peak = data(scratch), data(scratch[EDGE_GROUP:]), data(scratch[2 * EDGE_GROUP :])
     row, start = first, ptr[first]
     while start < end:
-        stop, low = min(start + _GROUP, end), start
+        stop, low = min(start + EDGE_GROUP, end), start
         while low < stop:
             high, i = min(ptr[row + 1], stop), rows[row]
             logit = data(scratch[low - start :])
             for h in range(heads):
                 peak[h] = peaks[i * heads + h]
             _logits(logit, peak, column, low, high, end, left, right, i, slope, heads)
-            _raise_top(peaks, totals, sums, i, peak, heads, channels)
+            raise_top(peaks, totals, sums, i, peak, heads, channels)
             for e in range(high - low):
                 target_of[low - start + e] = i
                 for h in range(heads):
@@ -222,7 +224,7 @@ def _forward(
         # All arguments are at most 0, because the row's maximum was subtracted: nothing overflows.
         exp_all(part, (stop - start) * heads)
         if dropout.threshold > 0:
-            _fill_masks(mask, position, start, stop - start, heads, dropout, scale)
+            fill_masks(mask, position, start, stop - start, heads, dropout, scale)
         for e in range(start, stop):
             prefetch_row(flat, column, e, end, width)
             i, j = target_of[e - start], column[e]
@@ -289,24 +291,24 @@ def _backward(
     column, position = data(block.columns), data(block.edges)
     # (sources, heads, channels), (sources, heads)
     total, of_source = data(dx), data(dsource)
-    scratch, source_of = np.empty((3 * _GROUP, heads), source.dtype), np.empty(_GROUP, np.int64)
-    part, mask, steep = data(scratch), data(scratch[_GROUP:]), data(scratch[2 * _GROUP :])
+    scratch, source_of = np.empty((3 * EDGE_GROUP, heads), source.dtype), np.empty(EDGE_GROUP, np.int64)
+    part, mask, steep = data(scratch), data(scratch[EDGE_GROUP:]), data(scratch[2 * EDGE_GROUP :])
     row, start = first, ptr[first]
     # Without dropout the mask is 1, so that the loop below has no branch.
-    for k in range(_GROUP * heads):
+    for k in range(EDGE_GROUP * heads):
         mask[k] = 1
     while start < end:
-        stop, low = min(start + _GROUP, end), start
+        stop, low = min(start + EDGE_GROUP, end), start
         while low < stop:
             high, at = min(ptr[row + 1], stop), low - start
             source_of[at : at + high - low] = rows[row]
-            parts, steeps = data(scratch[at:]), data(scratch[2 * _GROUP + at :])
+            parts, steeps = data(scratch[at:]), data(scratch[2 * EDGE_GROUP + at :])
             _exponents(parts, steeps, column, low, high, end, left, rows[row], target, slope, heads)
             low = high
             row += high == ptr[row + 1]
         exp_all(part, (stop - start) * heads)
         if dropout.threshold > 0:
-            _fill_masks(mask, position, start, stop - start, heads, dropout, scale)
+            fill_masks(mask, position, start, stop - start, heads, dropout, scale)
         for e in range(start, stop):
             prefetch_row(grad, column, e, end, width)
             i, j = np.int64(column[e]), source_of[e - start]

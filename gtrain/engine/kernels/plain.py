@@ -5,7 +5,7 @@ Edges are processed in chunks, so that the memory of their messages does not gro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,35 @@ class AttentionInputs(NamedTuple):
     target: Tensor
     slope: float
     dropout: Mask
+
+
+class PairInputs(NamedTuple):
+    """What attention is a function of if logits depend on whole rows of both ends, besides the edges.
+
+    Attributes:
+        key: ``[S, H, C]``, source rows.
+        value: ``[S, H, C]``, the source rows that are added; GATv2's are the keys.
+        query: ``[T, H, C]``, target rows.
+        weight: ``[H, C]``: the logit is ``<weight, leaky_relu(key + query)>``; ``[0, 0]``: it is ``<key, query>``.
+        factor: slope of the leaky ReLU below 0, or factor of the inner product.
+        dropout: of the coefficients, by edge id.
+    """
+
+    key: Tensor
+    value: Tensor
+    query: Tensor
+    weight: Tensor
+    factor: float
+    dropout: Mask
+
+
+class PairGradients(NamedTuple):
+    """Gradients of :class:`PairInputs`, shaped like them; ``key`` and ``value`` may be one tensor."""
+
+    key: Tensor
+    value: Tensor
+    query: Tensor
+    weight: Tensor
 
 
 class AttentionState(NamedTuple):
@@ -126,11 +155,31 @@ def sddmm(block: CompressedEdges, a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def attention_forward(block: CompressedEdges, inputs: AttentionInputs, state: AttentionState) -> None:
-    """See :func:`.attention.attention_forward`. One pass finds the new maxima, the next adds."""
-    x, source, target, slope, dropout = inputs
+    """See :func:`.attention.attention_forward`."""
+    _, source, target, slope, dropout = inputs
+
+    def logits(chunk: Chunk) -> Tensor:
+        return leaky_relu(source.index_select(0, chunk.columns) + target.index_select(0, chunk.rows), slope)
+
+    _attend(block, inputs.x, logits, dropout, state)
+
+
+def pair_forward(block: CompressedEdges, inputs: PairInputs, state: AttentionState) -> None:
+    """See :func:`.pairs.pair_forward`."""
+
+    def logits(chunk: Chunk) -> Tensor:
+        return _pair_logits(inputs, chunk.columns, chunk.rows)[1]
+
+    _attend(block, inputs.value, logits, inputs.dropout, state)
+
+
+def _attend(
+    block: CompressedEdges, x: Tensor, logits: Callable[[Chunk], Tensor], dropout: Mask, state: AttentionState
+) -> None:
+    """Merge a block with the given logits ``[e, H]`` into ``state``. One pass finds the new maxima, the next adds."""
     new = state.top.clone()
     for chunk in _chunks(block, x):
-        logit = leaky_relu(source.index_select(0, chunk.columns) + target.index_select(0, chunk.rows), slope)
+        logit = logits(chunk)
         new.scatter_reduce_(0, _index_like(chunk.rows, logit), logit, "amax")
     # Where no edge came yet, top is -inf and the difference may be NaN; total and out are 0 there.
     factor = torch.exp(state.top - new).masked_fill_(state.total == 0, 0)
@@ -140,8 +189,7 @@ def attention_forward(block: CompressedEdges, inputs: AttentionInputs, state: At
     # Rows whose logits are all -inf: subtract 0, so that their exponentials are 0, not NaN.
     base = new.masked_fill(new == float("-inf"), 0)
     for chunk in _chunks(block, x):
-        logit = leaky_relu(source.index_select(0, chunk.columns) + target.index_select(0, chunk.rows), slope)
-        part = torch.exp(logit - base.index_select(0, chunk.rows))
+        part = torch.exp(logits(chunk) - base.index_select(0, chunk.rows))
         state.total.index_add_(0, chunk.rows, part)
         if dropout.threshold > 0:
             part = part * dropout.not_dropped(chunk.edges, part.size(1)) * dropout.scale
@@ -176,6 +224,42 @@ def attention_backward(
         q = torch.where(z > 0, q, q * slope)
         gradients.source.index_add_(0, j, q)
         gradients.target.index_add_(0, i, q)
+
+
+def pair_backward(
+    by_source: CompressedEdges, inputs: PairInputs, saved: TargetGradients, gradients: PairGradients
+) -> None:
+    """See :func:`.pairs.pair_backward`; one pass computes all gradients."""
+    key, value, query, weight, factor, dropout = inputs
+    infinite = float("-inf")
+    for chunk in _chunks(by_source, value):
+        j, i = chunk.rows, chunk.columns
+        z, logit = _pair_logits(inputs, j, i)
+        part = torch.exp((logit - saved.lse.index_select(0, i)).masked_fill_(logit == infinite, infinite))
+        mask = part.new_full(part.shape, dropout.scale if dropout.threshold > 0 else 1.0)
+        if dropout.threshold > 0:
+            mask *= dropout.not_dropped(chunk.edges, part.size(1))
+        rows = saved.gradient.index_select(0, i)
+        inner = (rows * value.index_select(0, j)).sum(-1)
+        gradients.value.index_add_(0, j, rows * (part * mask).unsqueeze(-1))
+        q = (part * (mask * inner - saved.delta.index_select(0, i))).unsqueeze(-1)
+        if weight.numel():
+            gradients.weight.add_((q * leaky_relu(z, factor)).sum(0))
+            # leaky_relu'(0) is the slope, as in torch.
+            of_both = torch.where(z > 0, q, q * factor) * weight
+            gradients.key.index_add_(0, j, of_both)
+            gradients.query.index_add_(0, i, of_both)
+        else:
+            gradients.key.index_add_(0, j, q * factor * query.index_select(0, i))
+            gradients.query.index_add_(0, i, q * factor * key.index_select(0, j))
+
+
+def _pair_logits(inputs: PairInputs, sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums or products of both ends' rows ``[e, H, C]``, and the logits ``[e, H]``."""
+    key, query = inputs.key.index_select(0, sources), inputs.query.index_select(0, targets)
+    if inputs.weight.numel():
+        return key + query, (leaky_relu(key + query, inputs.factor) * inputs.weight).sum(-1)
+    return key * query, (key * query).sum(-1) * inputs.factor
 
 
 def extreme_forward(block: CompressedEdges, x: Tensor, largest: bool, state: ExtremeState) -> None:

@@ -260,6 +260,17 @@ def prefetch(typingctx: Any, pointer: Any, position: Any) -> Any:
     return types.void(pointer, types.intp), generate
 
 
+@_intrinsic
+def choose_positive(typingctx: Any, x: Any, a: Any, b: Any) -> Any:
+    """The lanes of ``a`` where ``x > 0``, else those of ``b``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        lanes, *choices = arguments
+        return builder.select(builder.fcmp_ordered(">", lanes, ir.Constant(lanes.type, None)), *choices)
+
+    return x(x, x, x), generate
+
+
 plus = _intrinsic(_binary("fadd"))
 times = _intrinsic(_binary("fmul"))
 
@@ -347,3 +358,52 @@ def dot_and_add_scaled(out: Any, b: Any, at: int, a: Any, start: int, factor: An
         sums = multiply_add(row, load_some(b, at + c, rest), sums)
         store_some(out, at + c, multiply_add(f, row, load_some(out, at + c, rest)), rest)
     return total(sums)
+
+
+@inlined()
+def leaky_dot(weight: Any, w: int, a: Any, at: int, b: Any, start: int, slope: Any, count: int) -> Any:
+    """Inner product of ``weight[w:]`` and ``leaky_relu(a[at:] + b[start:])``, of ``count`` numbers."""
+    step = lane_count(a)
+    rest, sums, f = count % step, fill(a, 0), fill(a, slope)
+    for c in range(0, count - rest, step):
+        z = plus(load(a, at + c), load(b, start + c))
+        sums = multiply_add(load(weight, w + c), choose_positive(z, z, times(f, z)), sums)
+    if rest:
+        c = count - rest
+        z = plus(load_some(a, at + c, rest), load_some(b, start + c, rest))
+        sums = multiply_add(load_some(weight, w + c, rest), choose_positive(z, z, times(f, z)), sums)
+    return total(sums)
+
+
+@inlined()
+def add_leaky(out: Any, to: int, a: Any, at: int, b: Any, start: int, factor: Any, slope: Any, count: int) -> None:
+    """``out[to:] += factor * leaky_relu(a[at:] + b[start:])`` of ``count`` numbers."""
+    step = lane_count(a)
+    rest, positive, negative = count % step, fill(a, factor), fill(a, factor * slope)
+    for c in range(0, count - rest, step):
+        z = plus(load(a, at + c), load(b, start + c))
+        store(out, to + c, multiply_add(choose_positive(z, positive, negative), z, load(out, to + c)))
+    if rest:
+        c = count - rest
+        z = plus(load_some(a, at + c, rest), load_some(b, start + c, rest))
+        chosen = choose_positive(z, positive, negative)
+        store_some(out, to + c, multiply_add(chosen, z, load_some(out, to + c, rest)), rest)
+
+
+@inlined()
+def add_leaky_slopes(
+    out: Any, to: int, weight: Any, w: int, a: Any, at: int, b: Any, start: int, factor: Any, slope: Any, count: int
+) -> None:
+    """``out[to:] += factor * weight[w:] * leaky_relu'(a[at:] + b[start:])``; the derivative at 0 is the slope."""
+    step = lane_count(a)
+    rest, positive, negative = count % step, fill(a, factor), fill(a, factor * slope)
+    for c in range(0, count - rest, step):
+        chosen = choose_positive(plus(load(a, at + c), load(b, start + c)), positive, negative)
+        store(out, to + c, multiply_add(chosen, load(weight, w + c), load(out, to + c)))
+    if rest:
+        c = count - rest
+        z = plus(load_some(a, at + c, rest), load_some(b, start + c, rest))
+        chosen = choose_positive(z, positive, negative)
+        store_some(
+            out, to + c, multiply_add(chosen, load_some(weight, w + c, rest), load_some(out, to + c, rest)), rest
+        )

@@ -13,10 +13,19 @@ import pytest
 import torch
 from numba import njit
 from torch import Tensor
+from torch_geometric.utils import softmax
 
 from gtrain.engine import kernels
 from gtrain.engine.edges import CompressedEdges, EdgeBlock, compress
-from gtrain.engine.kernels import AttentionGradients, AttentionInputs, TargetGradients, plain, threads
+from gtrain.engine.kernels import (
+    AttentionGradients,
+    AttentionInputs,
+    PairGradients,
+    PairInputs,
+    TargetGradients,
+    plain,
+    threads,
+)
 from gtrain.engine.kernels.rows import data
 from gtrain.kernels.exponential import exp_all
 from gtrain.kernels.splitmix import key
@@ -70,7 +79,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(plain, "CHUNK_NUMBERS", 600)
     monkeypatch.setattr(threads, "_RANGE_EDGES", 8)
     if request.param == "plain":
-        for module in (kernels.sums, kernels.attention):
+        for module in (kernels.sums, kernels.attention, kernels.pairs):
             monkeypatch.setattr(module, "runs_compiled", lambda *_, **__: False)
     monkeypatch.setattr(threads, "num_threads", lambda: 3 if request.param == "three threads" else 1)
     return request.param
@@ -226,6 +235,46 @@ def test_attention_over_rows_of_bfloat16(way: str, heads: int, channels: int, ke
     results = exact.found(graph, keep)
     for actual, wanted in zip(replace(case, x=low, gradient=gradient).found(graph, keep), results, strict=True):
         near(actual, wanted)
+
+
+@pytest.mark.parametrize("dtype", TIGHT)
+@pytest.mark.parametrize("keep", [NO_DROPOUT, Mask(0.4, 11)], ids=["all", "dropout"])
+@pytest.mark.parametrize("additive", [True, False], ids=["gatv2", "products"])
+@pytest.mark.parametrize(("heads", "channels"), SHAPES)
+def test_attention_of_pairs_is_that_of_autograd(
+    way: str, heads: int, channels: int, additive: bool, keep: Mask, dtype: torch.dtype
+) -> None:
+    graph = edges()
+    key, value = (draw(SOURCES, heads, channels, dtype=dtype, seed=seed) for seed in (1, 3))
+    query, gradient = (draw(TARGETS, heads, channels, dtype=dtype, seed=seed) for seed in (4, 2))
+    weight, factor = (draw(heads, channels, dtype=dtype), SLOPE) if additive else (key.new_empty(0, 0), 0.7)
+    leaves = [tensor.requires_grad_() for tensor in (key, query, *([weight] if additive else [value]))]
+
+    source, target = graph.source, graph.target
+    z = key[source] + query[target] if additive else key[source] * query[target]
+    logit = (torch.nn.functional.leaky_relu(z, SLOPE) * weight).sum(-1) if additive else z.sum(-1) * factor
+    kept = keep.not_dropped(torch.arange(EDGES), heads).to(dtype) * keep.scale
+    share = softmax(logit, target, num_nodes=TARGETS) * kept
+    wanted = key.new_zeros(TARGETS, heads, channels)
+    wanted = wanted.index_add(0, target, share.unsqueeze(-1) * (key if additive else value)[source])
+    expected = torch.autograd.grad(wanted, leaves, gradient)
+
+    key, value, query, weight = (tensor.detach() for tensor in (key, value, query, weight))
+    value = key if additive else value
+    state = kernels.attention_state(TARGETS, key)
+    for own, by_target, _ in graph.blocks():
+        kernels.pair_forward(by_target, PairInputs(key[own], value[own], query, weight, factor, keep), state)
+    lse = kernels.attention_finish(state)
+    near(state.out, wanted.detach())
+    saved = TargetGradients(lse, (gradient * state.out).sum(-1), gradient)
+    of_key, of_query, of_weight = (torch.zeros_like(tensor) for tensor in (key, query, weight))
+    of_value = of_key if additive else torch.zeros_like(value)
+    for own, by_target, by_source in graph.blocks():
+        inputs = PairInputs(key[own], value[own], query, weight, factor, keep)
+        sums = PairGradients(of_key[own], of_value[own], of_query, of_weight)
+        kernels.pair_backward(by_target, by_source, inputs, saved, sums)
+    for found, of_autograd in zip((of_key, of_query, of_weight if additive else of_value), expected, strict=True):
+        near(found, of_autograd)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))

@@ -23,6 +23,7 @@ from torch_geometric.nn.conv import (
     RGCNConv,
     SAGEConv,
     SGConv,
+    TAGConv,
     TransformerConv,
 )
 
@@ -50,6 +51,13 @@ CASES: dict[str, Case] = {
     "gat, mean of heads": (lambda: GATConv(IN, 4, heads=3, concat=False), ()),
     "gat without loops": (lambda: GATConv(IN, 4, heads=2, add_self_loops=False), ()),
     "gat, residual": (lambda: GATConv(IN, 4, heads=2, residual=True, bias=False), ()),
+    "gatv2": (lambda: GATv2Conv(IN, 4, heads=3), ()),
+    "gatv2, shared": (lambda: GATv2Conv(IN, 4, heads=2, share_weights=True, add_self_loops=False, bias=False), ()),
+    "gatv2, averaged": (lambda: GATv2Conv(IN, 5, heads=2, concat=False, negative_slope=-0.3), ()),
+    "transformer": (lambda: TransformerConv(IN, 4, heads=3), ()),
+    "transformer, gated": (lambda: TransformerConv(IN, 5, heads=2, concat=False, beta=True), ()),
+    "gatv2 with edges": (lambda: GATv2Conv(IN, 4, heads=2, edge_dim=3), ("attr",)),
+    "transformer with edges": (lambda: TransformerConv(IN, 4, heads=2, edge_dim=3), ("attr",)),
     "gat with edges": (lambda: GATConv(IN, 4, heads=2, edge_dim=3), ("attr",)),
 }
 SQUARE: dict[str, Case] = {
@@ -121,7 +129,7 @@ def test_a_convolution_equals_its_own(name: str, engine: LocalEngine, monkeypatc
     for _ in range(2):  # the second time from what was cached
         assert_equal(result(conv, data["x"], data["edge_index"], **kwargs), expected)
     # probes run a message on a few edges; whole messages are made by what the engine leaves to PyG alone
-    assert (max([0, *map(int, ran)]) >= EDGES // 8) == (name == "gat with edges")
+    assert (max([0, *map(int, ran)]) >= EDGES // 8) == name.endswith("with edges")
     engine.uninstall()
     assert not {"forward", "propagate", "edge_updater"} & vars(conv).keys()
 
@@ -211,7 +219,7 @@ def test_a_subclass_and_a_class_that_it_does_not_know_stay_as_they_are(engine: L
     class Mine(SAGEConv):
         """May compute anything."""
 
-    convs = nn.ModuleList([Mine(IN, 5), GATv2Conv(IN, 5), GCNConv(IN, 5, flow="target_to_source")])
+    convs = nn.ModuleList([Mine(IN, 5), TAGConv(IN, 5), GCNConv(IN, 5, flow="target_to_source")])
     engine.install(convs)
     assert not any(engine.runs(conv) for conv in convs)
 
@@ -259,7 +267,8 @@ def test_in_bfloat16_a_convolution_equals_its_own_to_rounding(name: str, precisi
         assert actual.dtype == written.dtype
         scale = float(wanted.norm())
         assert float((actual - wanted).norm()) <= 2 * float((written - wanted).norm()) + 0.01 * scale
-        assert float((actual - wanted).norm()) <= 0.2 * scale
+        # The gradient of a bias of all keys is 0: a constant does not change a softmax.
+        assert float((actual - wanted).norm()) <= 0.2 * scale + 0.05
 
 
 def test_sums_of_bfloat16_do_not_stop_at_256(engine: LocalEngine) -> None:
@@ -330,12 +339,21 @@ def test_a_copy_of_a_module_is_an_ordinary_one(name: str, engine: LocalEngine) -
         torch.testing.assert_close(each[0](data["x"], data["edge_index"], **kwargs), expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("loops", [False, True])
-def test_dropout_of_coefficients_is_that_of_pyg(loops: bool, engine: LocalEngine) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GATConv(IN, 4, heads=3, dropout=0.5),
+        lambda: GATConv(IN, 4, heads=3, dropout=0.5, add_self_loops=False),
+        lambda: GATv2Conv(IN, 4, heads=3, dropout=0.5),
+        lambda: TransformerConv(IN, 4, heads=3, dropout=0.5),
+    ],
+    ids=["gat", "gat without loops", "gatv2", "transformer"],
+)
+def test_dropout_of_coefficients_is_that_of_pyg(make: Callable[[], MessagePassing], engine: LocalEngine) -> None:
     from torch_geometric.data import Data
 
     data = graph()
-    conv = GATConv(IN, 4, heads=3, dropout=0.5, add_self_loops=loops).double()
+    conv = make().double()
     batch = Data(x=data["x"], edge_index=data["edge_index"], orig_id=torch.arange(NODES).flip(0), seeds=torch.arange(3))
 
     def step(follows: Callable[[nn.Module], bool]) -> list[Tensor | None]:
