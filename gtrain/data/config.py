@@ -71,6 +71,15 @@ class DataConfig(DataSettings):
     train_per_class: int = setting(20, "`per_class`: training nodes per class")
     val_per_class: int = setting(30, "`per_class`: validation nodes per class; the others test")
     normalize_features: bool = setting(False, "scale each row of the features to sum to 1")
+    feature_layout: str = setting(
+        "auto",
+        "how dense features are stored and multiplied, see [features that are mostly 0]"
+        "(data.md#features-that-are-mostly-0)",
+        words={
+            "auto": "in CSR form if at most one element in eight is not 0, as in bags of words",
+            "dense": "as a dense matrix",
+        },
+    )
     seed: int = setting(
         0, "seed of the generated graph, the split, the partitioner and the order of batches", follows="${seed}"
     )

@@ -457,8 +457,10 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
 
     def _options(self) -> dict[str, Any]:
         """Return the options that the store's contents depend on, besides the raw data and the partitioning."""
+        dense = self.settings.feature_layout == "dense"
         return {
             **({"buckets": True} if self.edge_buckets else {}),
+            **({"feature_layout": "dense"} if dense else {}),
             "name": self.name,
             "normalize_features": self.normalize_features,
             "unlabelled": self.unlabelled,
@@ -538,6 +540,7 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
             seed=self.seed,
             names=self.names(),
             buckets=self.edge_buckets,
+            dense_features=self.settings.feature_layout == "dense",
         )
         log.info("wrote the store %s, %d bytes", path, sum(store.manifest.nbytes))
         return store

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch_geometric.nn.conv import GATConv, GraphConv, MessagePassing, SAGEConv
@@ -24,6 +25,7 @@ from gtrain.engine.linear import LinearCall, PackedSums, aggregate
 from gtrain.engine.precision import add_product, column_sums, multiply, product_dtype, sum_dtype, without_autocast
 from gtrain.engine.propagate_call import reduction
 from gtrain.engine.schedule import Schedule
+from gtrain.nn.compressed import CompressedMatrix, is_compressed, with_gradient
 from gtrain.nn.depth import meters
 from gtrain.nn.dropout import Mask
 
@@ -93,6 +95,11 @@ def sage_layer(
         constants: the cache of the aggregate of constant rows.
     """
     left, bias, right = layers
+    if is_compressed(x):
+        # A sum of rows has more entries than they have.
+        sums = aggregate([LinearCall(blocks, F.linear(x, left), weight, mean)], schedule)[0]
+        roots = F.linear(x if blocks.num_targets == len(x) else x[: blocks.num_targets], right, bias)
+        return (sums + roots).to(product_dtype(x))
     dtype = product_dtype(x)
     # Products of constant rows read a copy of their dtype, which is made once.
     rows = constants.cast(x, dtype)
@@ -467,7 +474,7 @@ class FusedLayers:
     def _forward(self, conv: MessagePassing, layer: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Any:
         original = type(conv).forward
         arguments = inspect.signature(original).bind(conv, *args, **kwargs).arguments
-        x, edge_index = arguments.pop("x"), arguments.pop("edge_index")
+        x, edge_index = with_gradient(arguments.pop("x")), arguments.pop("edge_index")
         del arguments["self"]
         nodes = _sources_and_targets(x)
         if nodes is not None and type(edge_index) is Tensor and not has_hooks(conv):
@@ -502,7 +509,7 @@ class FusedLayers:
 
     def _gat(self, conv: Any, x: Tensor, num_targets: int, edge_index: Tensor, **options: Any) -> Tensor | None:
         lin = plain_linear(conv, "lin")
-        if lin is None or lin.bias is not None or reduction(conv) != "sum" or options:
+        if lin is None or lin.bias is not None or reduction(conv) != "sum" or options or is_compressed(x):
             return None
         residual = None if conv.res is None else conv.res(x[:num_targets])
         if conv.add_self_loops:
@@ -537,6 +544,8 @@ def _sources_and_targets(x: Any) -> tuple[Tensor, int] | None:
 
 def _is_prefix(targets: Tensor, x: Tensor) -> bool:
     """Whether ``targets`` are the first rows of ``x``, with the gradient that a slice has."""
+    if is_compressed(x) and isinstance(targets, CompressedMatrix):
+        return targets.is_start_of(x)
     memory = (targets.data_ptr(), targets.stride(), targets.dtype) == (x.data_ptr(), x.stride(), x.dtype)
     if not memory or len(targets) > len(x) or targets.size(1) != x.size(1):
         return False

@@ -36,6 +36,7 @@ from gtrain.engine.patching import MethodPatches, PatchedFunctions, RelationalCo
 from gtrain.engine.propagate import DeferredCoefficients, Propagation
 from gtrain.engine.schedule import Schedule
 from gtrain.graph.shard.nodes import ShardNodes
+from gtrain.nn.compressed import CompressedMatrix
 from gtrain.nn.dropout import DropoutRows, current_position, edge_ids, resumed_at
 from gtrain.strategy.group import Group
 
@@ -164,7 +165,7 @@ def _served(tensors: list[Tensor]) -> bool:
     if torch.compiler.is_compiling() or autocast not in _DTYPES:
         return False
     return all(
-        type(tensor) in (Tensor, nn.Parameter)
+        type(tensor) in (Tensor, nn.Parameter, CompressedMatrix)
         and tensor.layout == torch.strided
         and tensor.device.type == "cpu"
         and (tensor.dtype in _DTYPES or not tensor.is_floating_point())

@@ -45,6 +45,7 @@ from gtrain.engine.propagate_call import (
     source_rows,
 )
 from gtrain.engine.schedule import Schedule
+from gtrain.nn.compressed import is_compressed, with_gradient
 
 _FORWARDS_COEFFICIENTS = (GATConv.forward, GATv2Conv.forward)
 """Forward passes that only pass the result of ``edge_updater`` on to ``propagate``."""
@@ -128,6 +129,7 @@ class Propagation:
     def propagate(self, conv: MessagePassing, edge_index: Tensor, edges: BlockSource, kwargs: dict[str, Any]) -> Tensor:
         """Return the result of ``conv.propagate``, [num_targets, ...]; nodes are the first dimension."""
         deferred = next((name for name, value in kwargs.items() if isinstance(value, DeferredCoefficients)), None)
+        kwargs = {name: with_gradient(value) for name, value in kwargs.items()}
         reduce = None if has_hooks(conv) else reduction(conv)
         if deferred is not None:
             return self._attend(conv, edge_index, edges, kwargs, deferred)
@@ -255,6 +257,8 @@ class Transforms:
         out_channels, in_channels = layer.weight.shape  # type: ignore[union-attr,misc]
         if in_channels >= out_channels or layer.bias is not None or not isinstance(x, Tensor) or x.is_sparse:
             return _forward(layer, x)
+        if is_compressed(x):  # a sum of rows has more entries than they have
+            return _forward(layer, x)
         alias = x.view_as(x) if x.requires_grad else x
         self._deferred[alias] = layer
         return alias
@@ -272,7 +276,7 @@ class Transforms:
         if self._applied.get(x) is layer:
             return x, partial(self._mark, layer)
         out_channels, in_channels = layer.weight.shape  # type: ignore[union-attr,misc]
-        if out_channels >= in_channels or x.dim() != 2:
+        if (out_channels >= in_channels and not is_compressed(x)) or x.dim() != 2:
             return x, _identity
         return F.linear(x, layer.weight), partial(self._mark, layer)  # type: ignore[arg-type]
 

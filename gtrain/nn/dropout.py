@@ -29,6 +29,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.conv import MessagePassing
 
 from gtrain.kernels.splitmix import GOLDEN, MIX_1, MIX_2, key
+from gtrain.nn.compressed import CompressedMatrix, address_of, as_dense, is_compressed
 from gtrain.protocols import batch_entry
 
 _WORD = 1 << 64
@@ -75,6 +76,25 @@ class Mask(NamedTuple):
         x = _mix(count * _signed(GOLDEN) + _signed(self.stream))  # int64 wraps around as uint64 does
         bits = torch.stack([x & 0xFFFFFFFF, (x >> 32) & 0xFFFFFFFF], -1).flatten(1)
         return bits[:, :columns] >= self.threshold
+
+    def drop_entries(self, x: CompressedMatrix, ids: Tensor) -> CompressedMatrix:
+        """Return what :meth:`drop` returns, in CSR form."""
+        rows, columns, dtype = x.rows, x.size(1), x.dtype
+        values = torch.ones(len(rows.ids), dtype=dtype, device=rows.ids.device) if rows.values is None else rows.values
+        words = (columns + 1) // 2
+        if values.device.type == "cpu" and dtype in _COMPILED:
+            from gtrain.nn.dropout_kernels import drop_entries
+
+            threshold, scale = np.uint32(min(self.threshold, (1 << 32) - 1)), _COMPILED[dtype](self.scale)
+            out = torch.empty_like(values)
+            arrays = (values.numpy(), out.numpy(), rows.offsets.numpy(), rows.ids.numpy(), ids.numpy())
+            drop_entries(*arrays, words, np.uint64(self.stream), threshold, scale)
+            return x.with_values(out, dtype)
+        column = rows.ids.long()
+        count = ids.long()[rows.row_of_entry()] * words + column // 2
+        bits = _mix(count * _signed(GOLDEN) + _signed(self.stream))
+        bits = torch.where(column % 2 == 0, bits & 0xFFFFFFFF, (bits >> 32) & 0xFFFFFFFF)
+        return x.with_values(values * ((bits >= self.threshold) * self.scale).to(dtype), dtype)
 
     def drop(self, x: Tensor, ids: Tensor, *, inplace: bool = False) -> Tensor:
         """Return ``x`` ``[n, ...]`` times its mask over ``1 - p``, without a gradient.
@@ -284,7 +304,7 @@ def _seed_rows(batch: Data | HeteroData, step: StepRows) -> list[DropoutRows]:
 def _address(x: Tensor) -> int:
     """Return the address of a tensor's memory, of a sparse tensor that of its values."""
     if x.layout == torch.strided:
-        return x.data_ptr()
+        return address_of(x)
     return (x._values() if x.layout == torch.sparse_coo else x.values()).data_ptr()
 
 
@@ -444,19 +464,23 @@ class ExactDropout:
 
     def dropout(self, x: Tensor, p: float, inplace: bool) -> Tensor | None:
         """``F.dropout`` in training; None lets torch compute it."""
-        if not self._running or not 0 < p < 1 or not x.dim() or not _is_plain(x):
+        compressed = is_compressed(x) and not inplace
+        x = x if compressed else as_dense(x)
+        if not self._running or not 0 < p < 1 or not x.dim() or not (compressed or _is_plain(x)):
             return None
         rows = self._rows(x)
         if rows is _UNKNOWN_LAYER:
-            return None
+            return x if compressed else None
         mask = Mask(p, self._stream("other" if rows is None else rows.space))
         if not x.numel():
             # Nothing to drop, but the layer is counted.
-            return None
+            return x if compressed else None
         count = x.size(0)
         ids = torch.arange(count, device=x.device)
         if rows is not None:
             ids = (rows.ids if rows.ids.size(0) == count else rows.ids[:count]).to(x.device)
+        if is_compressed(x):
+            return mask.drop_entries(x, ids)
         if torch.is_grad_enabled() and x.requires_grad:
             return _Drop.apply(x, mask, ids, inplace)
         dropped = mask.drop(x, ids, inplace=inplace)
@@ -603,8 +627,8 @@ def _evidence(x: Tensor, step: StepRows, matching: Sequence[DropoutRows]) -> Any
     The graph is followed back from ``x`` as long as its nodes keep rows in place, to a tensor whose rows are known.
     """
     by_space = {rows.space: rows for rows in reversed(matching)}
-    if step.node_types and x.data_ptr() in step.node_types:
-        return by_space.get(step.node_types[x.data_ptr()])
+    if step.node_types and _address(x) in step.node_types:
+        return by_space.get(step.node_types[_address(x)])
     queue: list[Any] = [(x.grad_fn, x.output_nr)]
     weight = False
     for _ in range(_LONGEST):
@@ -619,6 +643,8 @@ def _evidence(x: Tensor, step: StepRows, matching: Sequence[DropoutRows]) -> Any
         name = type(node).__name__
         if name == "AccumulateGrad":
             weight |= node.variable.dim() > 1 and len(node.variable) == len(x)
+        elif name == "ProductOfEntriesBackward":
+            return by_space.get(step.node_types.get(node.rows_address, ""))
         elif name in ("IndexBackward0", "IndexSelectBackward0"):
             return _selected_rows(node, name, len(x), step, matching)
         elif name in _ROW_OPERAND:

@@ -47,6 +47,29 @@ def drop(x: Any, out: Any, ids: Any, stream: Any, threshold: Any, scale: Any) ->
 
 
 @njit(cache=True, nogil=True)
+def drop_entries(
+    values: Any, out: Any, offsets: Any, columns: Any, ids: Any, words: int, stream: Any, threshold: Any, scale: Any
+) -> None:
+    """Set ``out`` to the entries of sparse rows times their mask; :func:`drop` of the dense rows has the same mask.
+
+    Args:
+        values, out: ``(Z,)``.
+        offsets: int64 ``(n + 1,)``, the entries of each row.
+        columns: int32 or int64 ``(Z,)``, the column of each entry.
+        ids: int64 ``(n,)``, the id of each row.
+        words: random numbers of a row, half as many as columns, rounded up.
+        stream, threshold, scale: as for :func:`drop`.
+    """
+    nothing = scale - scale
+    for i in range(ids.size):
+        first = stream + np.uint64(ids[i]) * np.uint64(words) * GOLDEN
+        for e in range(offsets[i], offsets[i + 1]):
+            word = mix(first + np.uint64(columns[e] // 2) * GOLDEN)
+            bits = np.uint32(word) if columns[e] % 2 == 0 else np.uint32(word >> _SHIFT_32)
+            out[e] = values[e] * (scale if bits >= threshold else nothing)
+
+
+@njit(cache=True, nogil=True)
 def edge_ids(sources: Any, targets: Any, source_ids: Any, target_ids: Any, out: Any) -> None:
     """Set ``out`` to a 31-bit hash of the ids of each edge's ends; arguments as :func:`gtrain.nn.dropout.edge_ids`."""
     for e in range(out.size):

@@ -22,6 +22,8 @@ from gtrain.graph.partition.adjacency import Adjacency
 from gtrain.graph.store.files import chunks
 from gtrain.graph.store.manifest import NODE_TYPE
 from gtrain.graph.store.tables import EdgeArrays, Graph, csr_tensor
+from gtrain.nn.compressed import is_compressed
+from gtrain.nn.csr import Csr
 
 log = logging.getLogger("gtrain")
 TIME = "edge_time"
@@ -301,10 +303,18 @@ def _target_edge(graph: Data | HeteroData, target: str | None) -> tuple[str, str
 
 def _rows_to_one(x: Tensor) -> Tensor:
     """Scale each row to the sum 1, as is customary for citation graphs; rows with the sum 0 are unchanged."""
+    if is_compressed(x):
+        return x.with_values(_entries_to_one(x.rows, x.dtype), x.dtype)
     if x.layout == torch.sparse_csr:
-        rows = torch.repeat_interleave(torch.arange(x.size(0)), x.crow_indices().diff())
-        total = torch.zeros(x.size(0)).index_add_(0, rows, x.values().float())
-        scale = torch.where(total == 0, torch.ones_like(total), total)[rows]
-        return csr_tensor(x.crow_indices(), x.col_indices(), x.values() / scale, (x.size(0), x.size(1)))
+        values = _entries_to_one(Csr(x.col_indices(), x.values(), x.crow_indices()), x.dtype)
+        return csr_tensor(x.crow_indices(), x.col_indices(), values, (x.size(0), x.size(1)))
     total = x.sum(dim=1, keepdim=True, dtype=torch.float32)
     return x / torch.where(total == 0, torch.ones_like(total), total)
+
+
+def _entries_to_one(x: Csr, dtype: torch.dtype) -> Tensor:
+    """Return the scaled values of sparse rows; see :func:`_rows_to_one`."""
+    rows = x.row_of_entry()
+    values = torch.ones(len(rows), dtype=dtype) if x.values is None else x.values
+    total = torch.zeros(x.num_rows).index_add_(0, rows, values.float())
+    return values / torch.where(total == 0, torch.ones_like(total), total)[rows]

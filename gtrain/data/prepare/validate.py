@@ -14,6 +14,8 @@ from gtrain.errors import DataError
 from gtrain.graph.store.files import chunks
 from gtrain.graph.store.manifest import NODE_TYPE
 from gtrain.graph.store.tables import Graph, tables_of
+from gtrain.nn.compressed import is_compressed
+from gtrain.nn.csr import Csr
 
 
 def check_edges(edges: Any, sizes: tuple[int, int], origin: str) -> int | None:
@@ -277,7 +279,10 @@ def _check_features(x: object, num_nodes: int, origin: str) -> None:
             "for an edge list)",
         )
     if x.layout == torch.sparse_csr:
-        _check_sparse(x, origin)
+        _check_sparse(Csr(x.col_indices(), x.values(), x.crow_indices()), x.shape, origin)
+        return
+    if is_compressed(x):
+        _check_sparse(x.rows, x.shape, origin)
         return
     first: tuple[int, int] | None = None
     damaged = 0
@@ -296,24 +301,25 @@ def _check_features(x: object, num_nodes: int, origin: str) -> None:
         )
 
 
-def _check_sparse(x: Tensor, origin: str) -> None:
-    values, columns = x.values(), x.col_indices()
+def _check_sparse(x: Csr, shape: torch.Size, origin: str) -> None:
+    columns, values, pointers = x
     count, entry = 0, -1
-    for rows in chunks(0, values.numel()):  # isfinite allocates a copy
+    for rows in chunks(0, 0 if values is None else values.numel()):  # isfinite allocates a copy
+        assert values is not None
         wrong = (~torch.isfinite(values[rows])).nonzero().flatten()
         entry = rows.start + int(wrong[0]) if wrong.numel() and entry < 0 else entry
         count += wrong.numel()
-    if count:
-        row = int(torch.searchsorted(x.crow_indices(), entry, right=True)) - 1
+    if values is not None and count:
+        row = int(torch.searchsorted(pointers, entry, right=True)) - 1
         raise DataError(
             f"{origin}: x has {float(values[entry])} at row {row}, column {int(columns[entry])} (rows and columns "
             f"count from 0), and {count} of its {values.numel()} entries are not finite",
             hint="replace missing features before training, or remove them from the sparse rows",
         )
-    if columns.numel() and (int(columns.min()) < 0 or int(columns.max()) >= x.size(1)):
+    if columns.numel() and (int(columns.min()) < 0 or int(columns.max()) >= shape[1]):
         raise DataError(
             f"{origin}: x has entries in columns {int(columns.min())}..{int(columns.max())}, and its shape is "
-            f"{list(x.shape)}",
+            f"{list(shape)}",
             hint="columns count from 0 and are below the number of features",
         )
 

@@ -8,15 +8,21 @@ import io
 import os
 import tempfile
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, Dataset, HeteroData, TemporalData
+from torch_geometric.io import npz
 
 from gtrain.data.readers.unpickling import plain_pickles
 from gtrain.errors import ConfigError, DataError, GtrainError
+from gtrain.graph.store.tables import csr_tensor
+from gtrain.nn.compressed import CompressedMatrix
+from gtrain.nn.csr import Csr
 
 
 def tidy_graph(graph: object, name: str) -> Data | HeteroData:
@@ -130,6 +136,68 @@ def _cut_by_masks(edges: Any, rows: int) -> None:
             if mask is not None:
                 rows_of_split = value[:, mask] if dim else value[mask]
                 edges[name if split == "train" else f"{split}_{name}"] = rows_of_split
+
+
+@contextlib.contextmanager
+def compressed_bags() -> Iterator[Callable[[Data | HeteroData], None]]:
+    """Keep the bags of words of ``.npz`` files in CSR form while PyG reads them; PyG makes them dense.
+
+    Yields:
+        A function that replaces the features of a graph that was read meanwhile by a
+        :class:`~gtrain.nn.compressed.CompressedMatrix`.
+    """
+    original, count = npz.parse_npz, 0
+
+    def parse(file: Any, to_undirected: bool = True) -> Data:
+        nonlocal count
+        count += 1
+        # PyG's code parses the edges and labels; a matrix without columns takes no memory.
+        empty = {name: file[f"attr_{name}"][:0] for name in ("data", "indices")}
+        rows, columns = (int(size) for size in file["attr_shape"])
+        parts = {"attr_data": empty["data"], "attr_indices": empty["indices"], "attr_shape": np.array([rows, 0])}
+        parts["attr_indptr"] = np.zeros(rows + 1, np.int64)
+        data = original(_Overlaid(parts, file), to_undirected=to_undirected)
+        indptr, indices, counts = (torch.from_numpy(file[f"attr_{name}"]) for name in ("indptr", "indices", "data"))
+        data.x = _bags(Csr(indices, counts, indptr), columns)
+        return data
+
+    def finish(graph: Data | HeteroData) -> None:
+        for nodes in graph.node_stores if count else ():
+            if isinstance(x := nodes.get("x"), Tensor) and x.layout == torch.sparse_csr:
+                values = None if bool((x.values() == 1).all()) else x.values()
+                rows = Csr(x.col_indices().int(), values, x.crow_indices())
+                nodes["x"] = CompressedMatrix(rows, x.size(1), x.dtype)
+
+    npz.parse_npz = parse
+    try:
+        yield finish
+    finally:
+        npz.parse_npz = original
+
+
+class _Overlaid:
+    """The arrays of a file, some of them replaced."""
+
+    def __init__(self, replaced: dict[str, Any], file: Any) -> None:
+        self._replaced, self._file = replaced, file
+
+    def __getitem__(self, name: str) -> Any:
+        return self._replaced[name] if name in self._replaced else self._file[name]
+
+
+def _bags(rows: Csr, columns: int) -> Tensor:
+    """Return what PyG makes of bags of words, in CSR form: positive counts become 1."""
+    assert rows.values is not None
+    coo = torch.stack([rows.row_of_entry(), rows.ids.long()])
+    size = (rows.num_rows, columns)
+    # Equal positions add up, as in scipy's dense matrix; torch checks the indices.
+    matrix = torch.sparse_coo_tensor(coo, rows.values, size, check_invariants=True).coalesce().float()
+    counts = matrix.values()
+    present = counts != 0
+    row, column = matrix.indices()[:, present]
+    counts = torch.where(counts > 0, torch.ones_like(counts), counts)[present]
+    pointers = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(row, minlength=size[0]).cumsum(0)])
+    return csr_tensor(pointers, column, counts, size)
 
 
 _INSTALL = {

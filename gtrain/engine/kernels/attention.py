@@ -33,11 +33,12 @@ from gtrain.engine.edges import CompressedEdges
 from gtrain.engine.kernels import plain
 from gtrain.engine.kernels.plain import AttentionGradients, AttentionInputs, AttentionState, TargetGradients
 from gtrain.engine.kernels.rows import add_scaled, data, dot_and_add_scaled, prefetch_row, scale_by
-from gtrain.engine.kernels.threads import as_numpy, row_ranges, run_in_threads, run_over_rows, runs_compiled
+from gtrain.engine.kernels.threads import as_numpy, row_ranges, run_over_rows, runs_compiled
 from gtrain.engine.precision import sum_dtype
 from gtrain.kernels.exponential import exp_all
 from gtrain.kernels.options import FAST, inlined
 from gtrain.kernels.random import GOLDEN, mix
+from gtrain.kernels.threads import run_in_threads
 from gtrain.nn.dropout import NO_DROPOUT, Mask
 
 EDGE_GROUP = 256

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gtrain.engine.edges import CompressedEdges
+from gtrain.kernels.threads import num_threads, run_in_threads
 
 _RANGE_EDGES = 1 << 13  # fewer edges are not worth another thread
 _RANGES_PER_THREAD = 4  # a thread that finishes early takes over some of the others' rows
@@ -51,11 +50,6 @@ def as_numpy(value: Any) -> Any:
     return (dense.view(torch.uint16) if dense.dtype == torch.bfloat16 else dense).numpy()
 
 
-def num_threads() -> int:
-    """Return the number of threads that kernels use."""
-    return torch.get_num_threads()
-
-
 def row_ranges(block: CompressedEdges, per_thread: int = _RANGES_PER_THREAD) -> list[tuple[int, int]]:
     """Divide the rows of a block into ranges with about equally many edges, none of them empty.
 
@@ -83,23 +77,3 @@ def run_over_rows(block: CompressedEdges, loop: Callable[..., None], *arguments:
     """
     values = [as_numpy(value) for value in (block, *arguments)]
     run_in_threads([partial(loop, *values, first, last) for first, last in row_ranges(block)])
-
-
-def run_in_threads(tasks: Sequence[Callable[[], None]]) -> None:
-    """Run the tasks at the same time; a single one runs in the calling thread."""
-    if len(tasks) < 2:
-        for task in tasks:
-            task()
-        return
-    for future in [_pool(num_threads()).submit(task) for task in tasks]:
-        future.result()
-
-
-@cache
-def _pool(count: int) -> ThreadPoolExecutor:
-    """Python's threads: numba's do not survive a fork. Compiled loops release the interpreter's lock."""
-    return ThreadPoolExecutor(count, thread_name_prefix="gtrain-sar")
-
-
-# A forked child inherits the pool object without its threads, and would wait for them forever.
-os.register_at_fork(after_in_child=_pool.cache_clear)

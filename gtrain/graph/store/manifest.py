@@ -12,12 +12,16 @@ from urllib.parse import quote
 
 from gtrain.errors import StoreError
 
-FORMAT = 3
+FORMAT = 4
 """Version of the on-disk layout and of the facts in new stores; part of a store's folder name."""
 
-READABLE = (3, 2)
-"""Format versions that can be read, the newest first. Format 2 lacks the facts ``train_classes``, ``numbering``,
+READABLE = (4, 3, 2)
+"""Format versions that can be read, the newest first. Formats 3 and 2 lack the layout :data:`COMPRESSED`. Format 2 also
+lacks the facts ``train_classes``, ``numbering``,
 ``edge_weights`` and ``negative_weight``; :meth:`~gtrain.graph.store.Store.open` computes the last two."""
+
+COMPRESSED = "compressed"
+"""The layout of a dense matrix that is stored in CSR form."""
 
 REBUILD = "delete the store's folder ({path}) and run again: it is rebuilt from the source data"
 """Hint for a store that is damaged or of an unknown format version."""
@@ -57,9 +61,10 @@ class TensorSpec:
         dtype: numpy's name of the element type, such as ``float32``.
         shape: shape of the concatenation over parts: ``[N, ...]`` for node tensors, ``[E, ...]`` for edge tensors,
             ``[N + P]`` for ``indptr`` (each part has one entry more than it has nodes).
-        layout: ``dense``, one file ``<tensor>.npy``; or ``csr``, a sparse matrix in the three files
-            ``<tensor>.indptr.npy``, ``<tensor>.indices.npy`` and ``<tensor>.values.npy``.
-        nnz: stored entries of a sparse matrix; None for a dense tensor.
+        layout: ``dense``, one file ``<tensor>.npy``; ``csr``, a sparse matrix in the three files
+            ``<tensor>.indptr.npy``, ``<tensor>.indices.npy`` and ``<tensor>.values.npy``; or ``compressed``, a dense
+            matrix in the same three files, of which ``values`` is missing if every entry is 1.
+        nnz: stored entries of the layouts ``csr`` and ``compressed``; None for ``dense``.
     """
 
     dtype: str
@@ -207,7 +212,8 @@ class Manifest:
         except (ValueError, KeyError, AttributeError, TypeError) as err:
             raise StoreError(f"{path}: manifest.json is not a manifest ({err})", hint=hint) from err
         if version not in READABLE:
-            formats = " and ".join(map(str, sorted(READABLE)))
+            *others, newest = map(str, sorted(READABLE))
+            formats = f"{', '.join(others)} and {newest}"
             raise StoreError(
                 f"{path}: the store has format {version}, and this gtrain reads formats {formats}", hint=hint
             )

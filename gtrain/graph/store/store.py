@@ -40,8 +40,8 @@ from torch import Tensor
 from gtrain.errors import StoreError
 from gtrain.graph.store.files import bucket_file, edge_file, file_crc, held_out_file, names_file, node_file
 from gtrain.graph.store.manifest import (
+    COMPRESSED,
     EDGE_TYPE,
-    FORMAT,
     HELD_OUT,
     NODE_TYPE,
     REBUILD,
@@ -53,7 +53,7 @@ from gtrain.graph.store.manifest import (
     edge_key,
 )
 from gtrain.graph.store.names import FIELDS, Names
-from gtrain.graph.store.tables import csr_tensor
+from gtrain.graph.store.tables import compressed_matrix, csr_tensor
 
 _OPENING = threading.Lock()
 """numpy parses a file's header with ``ast``, which is not thread-safe in CPython 3.11 (gh-106905)."""
@@ -163,14 +163,19 @@ class Store:
     def node(self, name: str, part: int, node_type: str | None = None) -> Tensor:
         """Memory-map a node tensor of one part, ``[n_p, ...]``, copy-on-write: writes do not reach the disk.
 
-        A tensor stored with the layout ``csr`` is a ``torch.sparse_csr`` tensor over memory-mapped arrays.
+        A tensor stored with the layout ``csr`` is a ``torch.sparse_csr`` tensor over memory-mapped arrays. Dense
+        features that are stored in CSR form are a :class:`~gtrain.nn.compressed.CompressedMatrix` over such arrays.
         """
         node_type, spec = self._nodes(node_type)
         tensor = self._spec(spec.tensors, name, f"node tensor of {node_type}")
         if tensor.layout == "dense":
             return self._map(node_file(part, name, node_type))
-        arrays = ("indptr", "indices", "values")
-        indptr, indices, values = (self._map(node_file(part, f"{name}.{array}", node_type)) for array in arrays)
+        indptr, indices = (self._map(node_file(part, f"{name}.{array}", node_type)) for array in ("indptr", "indices"))
+        file = node_file(part, f"{name}.values", node_type)
+        if tensor.layout == COMPRESSED:
+            entries = self._map(file) if file in self.manifest.sizes else None
+            return compressed_matrix(indptr, indices, entries, tensor.shape[1], tensor.dtype)
+        values = self._map(file)
         return csr_tensor(indptr, indices, values, (indptr.numel() - 1, tensor.shape[1]))
 
     def edge(self, name: str, part: int, edge_type: EdgeType | None = None) -> Tensor:
@@ -310,7 +315,7 @@ class Store:
 
     def _with_all_facts(self) -> Self:
         """Add the facts that a store of an earlier format lacks."""
-        if self.manifest.format < FORMAT:
+        if self.manifest.format < 3:
             self.facts.update(self._weight_facts())
         return self
 

@@ -18,6 +18,7 @@ from gtrain import __version__
 from gtrain.graph.store.edges import write_buckets, write_columns, write_held_out
 from gtrain.graph.store.files import CHUNK_BYTES, Array, Ledger, chunks, edge_file, node_file, release, row_bytes
 from gtrain.graph.store.manifest import (
+    COMPRESSED,
     FORMAT,
     NODE_TYPE,
     EdgeTypeSpec,
@@ -31,7 +32,20 @@ from gtrain.graph.store.manifest import (
 from gtrain.graph.store.names import write_names
 from gtrain.graph.store.numbering import Numbering
 from gtrain.graph.store.store import Store
-from gtrain.graph.store.tables import CsrArrays, EdgeTable, Graph, NodeTable, Tables, tables_of
+from gtrain.graph.store.tables import (
+    CsrArrays,
+    EdgeTable,
+    Graph,
+    NodeTable,
+    Tables,
+    compress,
+    expanded,
+    is_worthwhile,
+    tables_of,
+)
+
+FEATURES = "x"
+"""The node tensor that is stored in CSR form if most of its elements are 0."""
 
 
 def write_store(
@@ -47,6 +61,7 @@ def write_store(
     seed: int,
     names: Mapping[str, Any] | None = None,
     buckets: bool = False,
+    dense_features: bool = False,
 ) -> Store:
     """Write a graph as a store of ``num_parts`` parts.
 
@@ -67,11 +82,15 @@ def write_store(
         names: string dictionaries by node type (``node`` in a homogeneous graph) or ``relation``: sequences of str or
             pyarrow arrays of strings, by original id.
         buckets: also store the edges by pairs of parts, for :meth:`~gtrain.graph.store.Store.bucket`.
+        dense_features: store the features ``x`` as a dense array even if most of them are 0.
 
     Raises:
         DataError: the graph cannot be stored, for example because an edge names a node that does not exist.
     """
     tables = tables_of(graph)
+    for table in tables.nodes.values():
+        if FEATURES in table.tensors:
+            table.tensors[FEATURES] = _in_stored_form(table.tensors[FEATURES], dense=dense_features)
     parts = assignment if isinstance(assignment, Mapping) else {NODE_TYPE: assignment}
     numberings = {name: Numbering.of(parts[name].numpy(), num_parts, (groups or {}).get(name)) for name in tables.nodes}
     scratch = temporary_path(path)
@@ -135,10 +154,18 @@ def _train_nodes(tables: Tables, assignment: Mapping[str, Tensor], num_parts: in
 # ---------------------------------------------------------------------------------------------------- node tensors
 
 
+def _in_stored_form(x: Array | CsrArrays, *, dense: bool) -> Array | CsrArrays:
+    """Return dense features as an array or in CSR form; sparse ones unchanged."""
+    if isinstance(x, CsrArrays):
+        keep = not x.compressed or (not dense and is_worthwhile(x.shape, len(x.indices)))
+        return x if keep else expanded(x)
+    return x if dense or x.ndim != 2 else compress(x) or x
+
+
 def write_nodes(ledger: Ledger, node_type: str, table: NodeTable, numbering: Numbering) -> NodeTypeSpec:
     """Write all tensors of one node type."""
     specs = {
-        name: TensorSpec(value.values.dtype.name, value.shape, "csr", len(value.values))
+        name: TensorSpec(value.dtype.name, value.shape, COMPRESSED if value.compressed else "csr", len(value.indices))
         if isinstance(value, CsrArrays)
         else TensorSpec(value.dtype.name, value.shape)
         for name, value in table.tensors.items()
@@ -168,7 +195,9 @@ def _write_sparse(ledger: Ledger, part: int, node_type: str, name: str, matrix: 
     indptr = np.zeros(ids.size + 1, dtype=matrix.indptr.dtype)
     np.cumsum(lengths, out=indptr[1:])
     ledger.write(node_file(part, f"{name}.indptr", node_type), indptr)
-    columns, shape = {"indices": matrix.indices, "values": matrix.values}, (int(indptr[-1]),)
+    columns, shape = {"indices": matrix.indices}, (int(indptr[-1]),)
+    if matrix.values is not None:
+        columns["values"] = matrix.values
     with ExitStack() as stack:
         files = [
             stack.enter_context(ledger.open(node_file(part, f"{name}.{piece}", node_type), column.dtype, shape))

@@ -108,10 +108,10 @@ def _fetch(features: FeatureStore, node_type: str, ids: Array, count: int) -> di
     arrays_by_name: dict[str, Array] = {"bits": bits, "ranks": ranks}
     arrays_by_name.update((f"{name}.0", array) for name, array in dense.items())
     for name, blocks in sparse.items():
-        lengths = np.concatenate([np.diff(indptr) for indptr, _, _ in blocks])
+        lengths = np.concatenate([np.diff(block[0]) for block in blocks])
         indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(blocks[0][0].dtype)
         arrays_by_name[f"{name}.0"] = indptr
-        for i in (1, 2):
+        for i in range(1, len(blocks[0])):
             arrays_by_name[f"{name}.{i}"] = np.concatenate([block[i] for block in blocks])
     return arrays_by_name
 

@@ -411,7 +411,7 @@ class PendingBatch:
                 table.fill(tensors[name], lookup.location, bases, table.bases.shape[1], bases.shape[1])
             else:
                 dtype = table.output_dtype(self._dtype)
-                tensors[name] = table.tensor(table.gather(lookup.location, bases, self._features.pool, dtype))
+                tensors[name] = table.tensor(table.gather(lookup.location, bases, self._features.pool, dtype), dtype)
         return tensors
 
     def _bases(self, graph_type: NodeOrEdgeType, name: str, table: FeatureTable) -> Array:

@@ -161,7 +161,7 @@ class PendingRequests:
                     arrays = [next(remaining) for _ in missing.bases[name]]
                     if error := table.check(arrays, rows, missing.dtypes[name]):
                         raise _unexpected(owner, f"{error}, as {name} of {chunks.graph_type}")
-                    if arrays[-1].dtype != table.dtype:
+                    if table.last_is_values and arrays[-1].dtype != table.dtype:
                         arrays[-1] = convert(arrays[-1], self.pool.tensor(arrays[-1].shape, table.dtype))
                     self.received += arrays
                     missing.bases[name][:, owner * missing.per_owner + chunk] = addresses(arrays)

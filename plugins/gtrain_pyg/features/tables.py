@@ -22,6 +22,8 @@ from gtrain.errors import DataError, StoreError
 from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import edge_key
 from gtrain.graph.store.tables import csr_tensor
+from gtrain.nn.compressed import CompressedMatrix, is_compressed
+from gtrain.nn.csr import Csr
 from gtrain.wire import Message
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.features import kernels
@@ -42,12 +44,14 @@ class FeatureTable(ABC):
         shape: of a row.
         row_bytes: bytes of a row; of a sparse row, the mean.
         bases: int64 ``[arrays, segments]``, the addresses of each segment's arrays; 0 for a segment without rows. Dense
-            rows have one array, sparse ones three: indptr, indices and values.
+            rows have one array, those in CSR form three: indptr, indices and values, or two if all values are 1.
+        last_is_values: whether the last array holds values, of :attr:`dtype`.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     row_bytes: float
+    last_is_values: bool = True
 
     def __init__(self, arrays: int, segments: int) -> None:
         self.bases: Array = np.zeros((arrays, segments), np.int64)
@@ -77,8 +81,8 @@ class FeatureTable(ABC):
         """Return what is wrong with arrays that should hold ``rows`` rows; None if they are valid."""
 
     @abstractmethod
-    def tensor(self, arrays: Sequence[Tensor]) -> Tensor:
-        """Return the one tensor that a batch has, made of its arrays."""
+    def tensor(self, arrays: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the one tensor of ``dtype`` that a batch has, made of its arrays."""
 
     def output_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype of values if floats are requested as ``dtype``; None leaves them as stored."""
@@ -123,54 +127,65 @@ class DenseFeatureTable(FeatureTable):
         actual, expected = (arrays[0].dtype, tuple(arrays[0].shape)), (dtype, (rows, *self.shape))
         return None if actual == expected else f"{actual[0]} {list(actual[1])}, not {expected[0]} {list(expected[1])}"
 
-    def tensor(self, arrays: Sequence[Tensor]) -> Tensor:
+    def tensor(self, arrays: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return arrays[0]
 
 
 class CsrFeatureTable(FeatureTable):
-    """A sparse matrix by rows.
+    """A matrix in CSR form: a sparse one, or a dense one of which most elements are 0.
 
     Args:
-        example: any rows of it, a ``torch.sparse_csr`` tensor ``[n, F]``.
+        example: any rows of it ``[n, F]``, a ``torch.sparse_csr`` tensor or a
+            :class:`~gtrain.nn.compressed.CompressedMatrix`.
         segments: number of segments.
         row_entries: mean entries of a row.
     """
 
     def __init__(self, example: Tensor, segments: int, row_entries: float) -> None:
-        super().__init__(3, segments)
-        self.dtype, self.index_dtype, self.shape = example.dtype, example.crow_indices().dtype, (example.size(1),)
-        self.row_bytes = self.index_dtype.itemsize + row_entries * (self.index_dtype.itemsize + self.dtype.itemsize)
+        pointers, ids, *values = arrays_of(example)
+        super().__init__(2 + len(values), segments)
+        self.dtype, self.shape = example.dtype, (example.size(1),)
+        self.index_dtypes, self.last_is_values = (pointers.dtype, ids.dtype), bool(values)
+        self._is_dense = is_compressed(example)
+        entry_bytes = sum(array.element_size() for array in (ids, *values))
+        self.row_bytes = pointers.element_size() + row_entries * entry_bytes
 
     def gather(self, location: Array, bases: Array, pool: BufferPool, dtype: torch.dtype) -> list[Tensor]:
-        width = self.index_dtype.itemsize
-        indptr = pool.tensor(location.size + 1, self.index_dtype)
+        pointer_dtype, id_dtype = self.index_dtypes
+        width = pointer_dtype.itemsize
+        indptr = pool.tensor(location.size + 1, pointer_dtype)
         starts = indptr.numpy()
         kernels.build_indptr(location, bases[0], width, starts)
         count = int(starts[-1])
-        indices, values = pool.tensor(count, self.index_dtype), pool.tensor(count, self.dtype)
-        for base, out in ((bases[1], indices), (bases[2], values)):
+        entries = [pool.tensor(count, each) for each in (id_dtype, self.dtype)[: len(bases) - 1]]
+        for base, out in zip(bases[1:], entries, strict=True):
             kernels.gather_entries(location, bases[0], width, base, out.element_size(), starts, out.data_ptr())
-        if dtype != self.dtype:
-            values = convert(values, pool.tensor(count, dtype))
-        return [indptr, indices, values]
+        if self.last_is_values and dtype != self.dtype:
+            entries[-1] = convert(entries[-1], pool.tensor(count, dtype))
+        return [indptr, *entries]
 
     def check(self, arrays: Sequence[Tensor], rows: int, dtype: torch.dtype) -> str | None:
-        indptr, indices, values = arrays
-        dtypes = (indptr.dtype, indices.dtype, values.dtype)
-        if dtypes != (self.index_dtype, self.index_dtype, dtype):
-            return f"rows of {dtypes}, not of {self.index_dtype} and {dtype}"
-        if indptr.numel() != rows + 1 or not indices.numel() == values.numel() == int(indptr[-1]):
-            return f"{indptr.numel() - 1} sparse rows of {indices.numel()} entries, not {rows}"
+        indptr, *entries = arrays
+        actual, expected = tuple(array.dtype for array in arrays), (*self.index_dtypes, dtype)[: len(arrays)]
+        if actual != expected:
+            return f"rows of {actual}, not of {expected}"
+        if indptr.numel() != rows + 1 or any(array.numel() != int(indptr[-1]) for array in entries):
+            return f"{indptr.numel() - 1} sparse rows of {entries[0].numel()} entries, not {rows}"
         ascending = int(indptr[0]) == 0 and bool((indptr[1:] >= indptr[:-1]).all())
         return None if ascending else "sparse rows whose indptr is not ascending"
 
-    def tensor(self, arrays: Sequence[Tensor]) -> Tensor:
-        indptr, indices, values = arrays
-        return csr_tensor(indptr, indices, values, (indptr.numel() - 1, self.shape[0]))
+    def tensor(self, arrays: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        indptr, indices, *values = arrays
+        if self._is_dense:
+            return CompressedMatrix(Csr(indices, values[0] if values else None, indptr), self.shape[0], dtype)
+        return csr_tensor(indptr, indices, values[0], (indptr.numel() - 1, self.shape[0]))
 
 
 def arrays_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the arrays that hold a part's rows."""
+    if is_compressed(tensor):
+        ids, values, offsets = tensor.rows
+        return (offsets, ids) if values is None else (offsets, ids, values)
     if tensor.layout == torch.sparse_csr:
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     return (tensor.contiguous(),)
@@ -252,7 +267,7 @@ class HostedTensors:
         parts = {part: self._tensor(graph_type, name, part) for part in self.hosted}
         example = parts[self.hosted[0]]
         table: FeatureTable
-        if example.layout == torch.sparse_csr:
+        if example.layout == torch.sparse_csr or is_compressed(example):
             table = CsrFeatureTable(example, self.segments, self._row_entries(graph_type, name))
         else:
             table = DenseFeatureTable(example, self.segments)
@@ -296,7 +311,8 @@ class RowServer:
     * for each entry of ``wants`` an int32 or int64 tensor: rows within the part.
 
     The reply has the tensors of each entry in turn: for each chunk of its rows, in order, and each name the arrays of
-    these rows, one for a dense tensor, and three (indptr, indices, values) for a sparse one. Rows travel in chunks
+    these rows, one for a dense tensor, and three (indptr, indices, values) for one in CSR form, or two if all values
+    are 1. Rows travel in chunks
     because the wire allocates fresh pages for each large frame.
 
     Args:

@@ -68,7 +68,7 @@ def test_manifest_survives_json_and_notices_edits(tmp_path: Path) -> None:
     body = json.loads(text)
     with pytest.raises(StoreError, match="own checksum"):
         Manifest.from_json(json.dumps({**body, "num_parts": 3}))
-    with pytest.raises(StoreError, match="format 99, and this gtrain reads formats 2 and 3"):
+    with pytest.raises(StoreError, match="format 99, and this gtrain reads formats 2, 3 and 4"):
         Manifest.from_json(json.dumps({**body, "format": 99}))
     with pytest.raises(StoreError, match="not a manifest"):
         Manifest.from_json(text[:-30])

@@ -23,6 +23,7 @@ from gtrain.errors import DataError, StoreError
 from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import EDGE_TYPE
 from gtrain.graph.store.writer import write_store
+from gtrain.nn.compressed import as_dense, is_compressed
 from gtrain.strategy.counters import rss_bytes
 from gtrain.wire import Message, RemoteError, WireError
 from gtrain_pyg.features import feature_store
@@ -305,6 +306,56 @@ def test_sparse_features(tmp_path: Path, hosted: tuple[int, ...], dtype: Any, ch
         assert torch.equal(x.to_dense(), data.x.to_dense()[orig].to(x.dtype))
     empty = rows.get([{"node": np.empty(0, np.int64)}])[0]["node"]["x"]
     assert empty.shape == (0, 30) and empty.values().numel() == 0
+    ranks.close()
+
+
+def bag_graph(*, ones: bool, dtype: torch.dtype = torch.float32) -> Data:
+    """A graph whose features are dense for models, and have 3 of 60 elements in most rows."""
+    data = messy_graph(NODES)
+    generator = torch.Generator().manual_seed(3)
+    data.x = torch.zeros(NODES, 60, dtype=dtype).scatter_(1, torch.randint(60, (NODES, 3), generator=generator), 1)
+    data.x[::7] = 0
+    data.x *= 1 if ones else torch.rand(NODES, 60, generator=generator).to(dtype)
+    return data
+
+
+@pytest.mark.parametrize("hosted", [(0,), (0, 1, 2)])
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+@pytest.mark.parametrize("ones", [False, True])
+def test_bags_of_words_stay_compressed(
+    tmp_path: Path, hosted: tuple[int, ...], dtype: Any, ones: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_requests, "CHUNK_BYTES", 200)
+    data = bag_graph(ones=ones)
+    ranks = Ranks(stored(tmp_path / "store", data, random_parts(NODES, PARTS)))
+    names = {"node": ("x", "y")}
+    ranks.serve(names)
+    rows, _ = ranks.rows(hosted, names, dtype=dtype)
+    window = [{"node": batch["node"]} for batch in some_batches(2)]
+    if hosted == (0,):
+        fill_cache(rows, {"node": np.arange(NODES)}, 1500)
+        assert rows.cache is not None and "node" in rows.cache
+    for batch, made in zip(window, rows.get(window), strict=True):
+        x, orig = made["node"]["x"], orig_ids(ranks.store)[batch["node"]]
+        assert is_compressed(x) and (x.rows.values is None) == ones and x.dtype == (dtype or torch.float32)
+        assert torch.equal(x @ torch.eye(60, dtype=x.dtype), data.x[orig].to(x.dtype)) and is_compressed(x)
+    empty = rows.get([{"node": np.empty(0, np.int64)}])[0]["node"]["x"]
+    assert is_compressed(empty) and empty.shape == (0, 60)
+    # 8 bytes of each row, and of each entry 4 for its column and 4 for its value
+    entries = int((data.x != 0).sum()) / NODES
+    assert rows.row_bytes("node") == pytest.approx(8 + entries * (4 if ones else 8) + 8)
+    ranks.close()
+
+
+@pytest.mark.parametrize("ones", [False, True])
+def test_values_of_bags_are_rounded_on_the_wire(tmp_path: Path, ones: bool) -> None:
+    data = bag_graph(ones=ones, dtype=torch.float64)
+    ranks = Ranks(stored(tmp_path / "store", data, random_parts(NODES, PARTS)))
+    ranks.serve({"node": ("x",)})
+    rows, _ = ranks.rows([0], {"node": ("x",)}, wire_dtype=torch.bfloat16)
+    ids = np.flatnonzero(rows.is_remote("node", np.arange(NODES)))
+    made = rows.get([{"node": ids}])[0]["node"]["x"]
+    assert is_compressed(made) and torch.equal(as_dense(made), data.x[orig_ids(ranks.store)[ids]].bfloat16().double())
     ranks.close()
 
 

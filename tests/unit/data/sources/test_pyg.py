@@ -27,6 +27,7 @@ from gtrain.data.sources.pyg import (
     largest_component,
 )
 from gtrain.errors import ConfigError, DataError
+from gtrain.nn.compressed import as_dense, is_compressed
 
 Real = Callable[[str], Path]
 
@@ -94,6 +95,28 @@ def test_components_beside_scipy(nodes: int) -> None:
 def test_coauthor(real_data: Real) -> None:
     data = CoauthorData(root=str(real_data("coauthor"))).read()
     assert (data.num_nodes, data.num_edges, data.num_features) == (18333, 163788, 6805)
+    assert is_compressed(data.x) and data.x.rows.values is None and len(data.x.rows.ids) == 1092079
+
+
+@pytest.mark.parametrize("counts", [[1.0, 3.0, 2.0, 1.0, 5.0], [1.0, -2.0, 0.0, 4.0, -4.0]])
+def test_bags_of_words_are_those_that_pyg_reads(tmp_path: Path, counts: list[float]) -> None:
+    """With counts, negative numbers, a stored zero, columns in any order, and entries at one position."""
+    indices, indptr = [4, 0, 2, 1, 1], [0, 3, 3, 5]
+    folder = tmp_path / "coauthor/CS/raw"
+    folder.mkdir(parents=True)
+    arrays = {"data": counts, "indices": indices, "indptr": indptr, "shape": [3, 6]}
+    path = scipy.sparse.csr_matrix((np.ones(2), ([0, 1], [1, 2])), (3, 3))
+    edges = {"data": path.data, "indices": path.indices, "indptr": path.indptr, "shape": path.shape}
+    parts = {f"{kind}_{name}": np.array(a) for kind, p in (("attr", arrays), ("adj", edges)) for name, a in p.items()}
+    np.savez(folder / "ms_academic_cs.npz", labels=np.array([0, 1, 0]), **parts)
+    expected = torch_geometric.io.read_npz(str(folder / "ms_academic_cs.npz"))
+    module = CoauthorData(root=str(tmp_path), store=str(tmp_path / "s"), largest_component=False)
+    data = module.read()
+    assert is_compressed(data.x) and data.x.dtype == torch.float32
+    assert (data.x.rows.values is None) == (counts[1] == 3)
+    assert torch.equal(as_dense(data.x), expected.x) and torch.equal(data.edge_index, expected.edge_index)
+    assert torch.equal(data.y, expected.y)
+    assert type(torch_geometric.io.read_npz(str(folder / "ms_academic_cs.npz")).x) is torch.Tensor
 
 
 def test_a_class_without_files(tmp_path: Path) -> None:
