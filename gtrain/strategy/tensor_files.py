@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gtrain.errors import DataError
+from gtrain.memory.files import map_array
 
 _BYTES = 1 << 22  # of one read or write
 # Of one read-ahead request: Linux truncates larger ones to the disk's read_ahead_kb (128 by default).
@@ -115,9 +116,7 @@ def announce(path: Path) -> None:
 
 def mapped(path: Path) -> Tensor:
     """Return a file's tensor, mapped from the file; changes of the tensor are not written to the file."""
-    with open(path, "rb") as handle:
-        empty = 0 in _header(handle)[0]  # mmap refuses a length of 0
-    return torch.from_numpy(np.load(path, mmap_mode=None if empty else "c"))
+    return torch.from_numpy(map_array(path))
 
 
 def keep(source: Path, target: Path) -> None:

@@ -26,13 +26,11 @@ the source data, with offsets within the parts as ids. The buckets into one part
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -54,6 +52,7 @@ from gtrain.graph.store.manifest import (
 )
 from gtrain.graph.store.names import FIELDS, Names
 from gtrain.graph.store.tables import compressed_matrix, csr_tensor
+from gtrain.memory.files import map_array
 
 _OPENING = threading.Lock()
 """numpy parses a file's header with ``ast``, which is not thread-safe in CPython 3.11 (gh-106905)."""
@@ -331,10 +330,8 @@ class Store:
         file = self._file(name)
         try:
             with _OPENING:
-                array = np.load(file, mmap_mode="c")
+                return map_array(file)
         except FileNotFoundError:
             raise StoreError(f"{file} is missing", hint=REBUILD.format(path=self.path)) from None
         except ValueError as err:
             raise StoreError(f"{file} is damaged: {err}", hint=REBUILD.format(path=self.path)) from err
-        # An array without elements is not mapped.
-        return array if math.prod(array.shape) else np.array(array)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import threading
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from gtrain.errors import StoreError
 from gtrain.graph.store import Store
 from gtrain.graph.store.lock import ensure_store, file_lock
 from gtrain.graph.store.manifest import Manifest
+from gtrain.memory.files import map_array
 
 
 def test_layout_and_contents(tmp_path: Path) -> None:
@@ -171,3 +174,22 @@ def test_a_graph_without_edges_or_features(tmp_path: Path) -> None:
     assert store.node("orig_id", 1).tolist() == [0, 2]
     assert store.manifest.partition.imbalance == {"nodes": 1.0, "edges": 0.0, "train_nodes": 0.0}
     assert np.load(tmp_path / "s" / "part-0" / "edges" / "node__to__node" / "edge_id.npy").shape == (0,)
+
+
+def test_mapped_arrays_keep_no_file_open(tmp_path: Path) -> None:
+    shapes = [(5, 3), (0, 3), (7,), ()]
+    arrays = [
+        np.arange(math.prod(shape)).astype(dtype).reshape(shape) for shape in shapes for dtype in ("f4", "i8", "?")
+    ]
+    for number, array in enumerate(arrays):
+        np.save(tmp_path / f"{number}.npy", array)
+    before = os.listdir("/proc/self/fd")
+    mapped = [map_array(tmp_path / f"{number}.npy") for number in range(len(arrays))]
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    for array, original in zip(mapped, arrays, strict=True):
+        assert array.dtype == original.dtype and array.shape == original.shape and (array == original).all()
+    mapped[0][:] = -1
+    assert (np.load(tmp_path / "0.npy") == arrays[0]).all()
+    (tmp_path / "0.npy").write_bytes((tmp_path / "0.npy").read_bytes()[:-1])
+    with pytest.raises(ValueError, match="bytes of"):
+        map_array(tmp_path / "0.npy")
