@@ -32,6 +32,8 @@ PRELOAD = "gtrain.launch.preload"
 _STACKS_SECONDS = 30.0  # the agent first asks a process for its stacks after peers have waited this long for it
 _PR_SET_PDEATHSIG = 1
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end the agent, and the job with it."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +221,8 @@ def fork_with_pipe(run: Callable[[int], object]) -> tuple[int, int]:
     sys.stdout.flush()
     sys.stderr.flush()
     read_end, write_end = os.pipe()
-    # functions that are called after a fork would swallow the signal
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Python ignores exceptions of functions that it calls after a fork, and so those of a signal that arrives then.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         pid = os.fork()
     finally:
@@ -243,7 +245,7 @@ def _run_child(
         gc.freeze()  # traversing what the agent imported takes a third of a second per collection
         die_with_parent(agent)
         os.setpgid(0, 0)  # Ctrl-C reaches only the agent, which ends the processes in order
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in ENDING_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         # A process outside the terminal's foreground group is stopped when it reads from the terminal.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -169,8 +169,12 @@ def receive_task(descriptor: int, offset: int) -> tuple[str | Callable[..., Any]
 def _is_importable(module: types.ModuleType, name: str) -> bool:
     """Whether a new interpreter with this one's ``sys.path`` imports the same module by this name."""
     origin = getattr(module, "__file__", None)
-    if importlib.machinery.FrozenImporter.find_spec(name) is not None:
-        return True  # of the interpreter itself, such as the classes of __spec__ and __loader__
+    # Of the interpreter itself, such as the classes of __spec__ and __loader__; ``os.path`` is ``posixpath``.
+    if any(
+        importlib.machinery.FrozenImporter.find_spec(known) is not None
+        for known in (name, getattr(module, "__name__", name))
+    ):
+        return True
     if name in sys.builtin_module_names or not (origin or "x.py").endswith(".py") or (origin is None and "." in name):
         return True  # a compiled module, or a namespace package: it can only be imported
     path: Sequence[str] | None = None

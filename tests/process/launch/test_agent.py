@@ -138,13 +138,17 @@ def test_no_rank_outlives_the_agent(tmp_path: Path, number: signal.Signals, exit
         assert "KeyboardInterrupt" in done.stderr
 
 
-def test_an_interrupt_that_comes_with_a_fork_is_not_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [("SIGINT", "KeyboardInterrupt"), ("SIGTERM", "ended by SIGTERM"), ("SIGHUP", "ended by SIGHUP")],
+)
+def test_a_signal_that_comes_with_a_fork_is_not_lost(number: str, message: str, tmp_path: Path) -> None:
     """Python ignores what is raised in functions that it calls after a fork."""
     program = write(tmp_path, EVERYONE_WAITS)
-    interrupt = "os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))\ntry:\n    result"
-    program.write_text(program.read_text().replace("try:\n    result", interrupt))
+    sends = f"os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.{number}))\ntry:\n    result"
+    program.write_text(program.read_text().replace("try:\n    result", sends))
     done = forked.python(str(program), cwd=tmp_path)
-    assert "KeyboardInterrupt" in done.stderr and "Exception ignored" not in done.stderr
+    assert message in done.stderr and "Exception ignored" not in done.stderr
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -113,4 +114,5 @@ def test_pygs_generated_code_is_kept_in_memory(tmp_path: Path, monkeypatch: pyte
     assert torch.equal(ours(*graph), filed)
     assert list(tmp_path.iterdir()) == left
     assert "def propagate" in inspect.getsource(type(ours).propagate)
-    assert torch.equal(torch.jit.script(ours)(*graph), filed)
+    if sys.version_info < (3, 14):  # which TorchScript does not support
+        assert torch.equal(torch.jit.script(ours)(*graph), filed)
