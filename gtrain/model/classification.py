@@ -122,18 +122,21 @@ class Classifier(OptimizedModule):
                 hint="give the source labels (data.labels), or predict edges: model=link_sage or kg.",
             )
         scores, labels = self.seed_scores(batch), nodes.y[batch.seeds]
+        # A loss of bfloat16 would have two digits, and its weight would not count beyond 256.
+        scores = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
         total, weight = self._summed(scores, labels)
         return log_mean_loss(self, split, total, weight), weight, scores, labels
 
     def _summed(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss summed over the seeds, and the sum of their weights."""
+        class_weights = None if self.class_weights is None else self.class_weights.to(scores.dtype)
         if self.multilabel:
-            total = F.binary_cross_entropy_with_logits(scores, labels.to(scores), self.class_weights, reduction="sum")
+            total = F.binary_cross_entropy_with_logits(scores, labels.to(scores), class_weights, reduction="sum")
             return total, scores.new_tensor(float(scores.numel()))
-        total = F.cross_entropy(scores, labels, weight=self.class_weights, reduction="sum")
-        if self.class_weights is None:
+        total = F.cross_entropy(scores, labels, weight=class_weights, reduction="sum")
+        if class_weights is None:
             return total, scores.new_tensor(float(labels.numel()))
-        return total, self.class_weights[labels].sum()
+        return total, class_weights[labels].sum()
 
 
 class NodeClassifier(Classifier):

@@ -61,6 +61,19 @@ def test_several_labels_use_binary_cross_entropy() -> None:
     torch.testing.assert_close(out["loss"], F.binary_cross_entropy_with_logits(b.x[:20], b.y[:20]))
 
 
+@pytest.mark.parametrize("class_weights", [None, [1.0, 2.0, 5.0]])
+def test_scores_of_bfloat16_have_a_loss_of_float32(class_weights: list[float] | None) -> None:
+    """In bfloat16, 257 seeds would count as 256."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(257, 3, generator=generator).bfloat16()
+    y = torch.randint(0, 3, (257,), generator=generator)
+    b = Data(x=x, y=y, edge_index=torch.zeros(2, 0, dtype=torch.int64), seeds=torch.arange(257))
+    out = module(class_weights=class_weights).bfloat16().training_step(b, 0)
+    weights = None if class_weights is None else torch.tensor(class_weights)
+    assert out["weight"] == (257 if weights is None else weights[y].sum())
+    torch.testing.assert_close(out["loss"], F.cross_entropy(x.float(), y, weight=weights))
+
+
 def test_a_batch_without_seeds_has_loss_and_weight_zero_and_zero_gradients() -> None:
     b = batch(seeds=0)
     b.x.requires_grad_()
