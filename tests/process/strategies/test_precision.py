@@ -64,3 +64,13 @@ def test_mini_batches(sweep: Runner, model: str) -> None:
     wire = "strategy.transport=tcp", "strategy.wire_dtype=bfloat16"
     (rounded,) = sweep(*arguments, "trainer.precision=bf16-mixed", *wire, name="wire")
     assert 0 < worst(exact, rounded) < NEAR_FLOAT32["bf16-mixed"]
+
+
+def test_messages_that_layers_compute(sweep: Runner) -> None:
+    """Mode 1 computes them again in the backward pass, which is outside of autocast."""
+    network = "model=sage", "model._target_=torch_geometric.nn.EdgeCNN", "model.aggr=mean", "model.hidden_channels=16"
+    exact, mixed = sweep("strategy=single", "trainer.precision=32-true,bf16-mixed", *network, name="single")
+    arguments = "strategy=sar", "trainer.num_nodes=2", "trainer.precision=bf16-mixed", *network
+    for run in sweep(*arguments, "mode=1,2", name="sar"):
+        assert 0 < worst(exact, run) < NEAR_FLOAT32["bf16-mixed"]
+        assert worst(mixed, run) < NEAR_FLOAT32["bf16-mixed"]
