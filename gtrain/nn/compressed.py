@@ -362,6 +362,10 @@ def _to_sparse_csr(x: Any, *args: Any, **kwargs: Any) -> Any:
         return torch.sparse_csr_tensor(offsets, ids.long(), values, size=tuple(x.shape), check_invariants=False)
 
 
+def _detach(x: Any) -> Any:
+    return x.between(0, x.size(0)) if is_compressed(x) else NotImplemented
+
+
 def _same(x: Any, *args: Any, **kwargs: Any) -> Any:
     return x if is_compressed(x) and not args and not kwargs else NotImplemented
 
@@ -404,7 +408,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.linear: _linear,
     torch.nn.functional.dropout: _dropout,
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
-    **dict.fromkeys((Tensor.contiguous, Tensor.detach, torch.detach, Tensor.cpu, Tensor.view_as), _same),
+    **dict.fromkeys((Tensor.detach, torch.detach), _detach),
+    Tensor.cpu: _same,
     Tensor.to: _to,
     Tensor.to_sparse_csr: _to_sparse_csr,
     Tensor.float: lambda x, **k: _to(x, torch.float32, **k),

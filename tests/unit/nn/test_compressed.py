@@ -105,7 +105,6 @@ def test_many_rows_are_divided_among_threads(monkeypatch: pytest.MonkeyPatch) ->
         lambda x: x.float(),
         lambda x: x.to(torch.float32),
         lambda x: x.to("cpu"),
-        lambda x: x.contiguous(),
         lambda x: x.to(torch.zeros(1, dtype=torch.float32)),
         lambda x: x[4:30][2:9],
         lambda x: x[torch.tensor([3, 1, 1, 39])],
@@ -141,6 +140,8 @@ def test_some_functions_keep_it_compressed(function: Callable[[Tensor], Tensor])
         lambda x: x.t() @ x,
         lambda x: torch.eye(ROWS, dtype=x.dtype) @ x,
         lambda x: x.clone(),
+        lambda x: x.contiguous(),  # before code of other libraries reads memory
+        lambda x: torch.from_dlpack(x),
         lambda x: copy.deepcopy(x),
         lambda x: pickle.loads(pickle.dumps(x)),
         lambda x: torch.tensor(x.tolist(), dtype=x.dtype),
@@ -170,6 +171,11 @@ def test_a_gradient_of_the_features_is_that_of_the_dense_matrix() -> None:
     weight = torch.randn(3, COLUMNS, dtype=torch.float64)
     F.linear(x, weight).sum().backward()
     assert torch.equal(x.grad, weight.sum(0).expand_as(dense))
+    x, _ = pair()
+    apart = x.detach()
+    assert is_compressed(apart) and apart.requires_grad_().requires_grad and not x.requires_grad
+    apart.data[3, 3] = 5
+    assert float(x[3, 3]) == 5
 
 
 def test_mistakes_are_reported_as_for_the_dense_matrix() -> None:
