@@ -191,6 +191,29 @@ def fill_masks(mask: Any, edges: Any, start: int, count: int, heads: int, dropou
                 mask[at + 2 * w + 1] = scale if np.int64(word >> _SHIFT_32) >= threshold else 0
 
 
+@inlined(fastmath=FAST)
+def add_group(
+    out: Any, total: Any, part: Any, mask: Any, target_of: Any, x: Any, columns: Any, start: int, stop: int, end: int,
+    heads: int, channels: int, drops: bool,
+) -> None:  # fmt: skip
+    """Add exponentials ``part`` (edges, heads) of a group to ``total``, and the rows of ``x`` times them to ``out``.
+
+    Dropout, if it ``drops``, applies to the weighted sum only: PyG drops coefficients after the softmax, so the total
+    counts all edges.
+    """
+    width = heads * channels
+    for e in range(start, stop):
+        prefetch_row(x, columns, e, end, width)
+        i, j = target_of[e - start], columns[e]
+        for h in range(heads):
+            at = (e - start) * heads + h
+            p = part[at]
+            total[i * heads + h] += p
+            if drops:
+                p *= mask[at]
+            add_scaled(out, i * width + h * channels, x, j * width + h * channels, p, channels)
+
+
 @njit(cache=True, nogil=True, fastmath=FAST)
 def _forward(
     block: Any, x: Any, source: Any, target: Any, slope: float, state: Any, dropout: Any, first: int, last: int
@@ -198,16 +221,17 @@ def _forward(
     """Rows ``first .. last-1`` of :func:`attention_forward`."""
     heads, channels = x.shape[1], x.shape[2]
     rows, ptr, slope, scale = block.rows, block.ptr, source.dtype.type(slope), source.dtype.type(dropout.scale)
-    width, end = heads * channels, ptr[last]
+    end = ptr[last]
     # (sources, heads, channels), (sources, heads), (targets, heads)
     flat, left, right = data(x), data(source), data(target)
     column, position = data(block.columns), data(block.edges)
     sums, peaks, totals = data(state.out), data(state.top), data(state.total)
-    scratch, target_of = np.empty((2 * EDGE_GROUP + 1, heads), source.dtype), np.empty(EDGE_GROUP, np.int64)
+    scratch, targets = np.empty((2 * EDGE_GROUP + 1, heads), source.dtype), np.empty(EDGE_GROUP, np.int64)
     part, mask, peak = data(scratch), data(scratch[EDGE_GROUP:]), data(scratch[2 * EDGE_GROUP :])
     row, start = first, ptr[first]
     while start < end:
-        stop, low = min(start + EDGE_GROUP, end), start
+        # In the loop, so that the array outlives the pointer: numba frees an array after its last use.
+        stop, low, target_of = min(start + EDGE_GROUP, end), start, data(targets)
         while low < stop:
             high, i = min(ptr[row + 1], stop), rows[row]
             logit = data(scratch[low - start :])
@@ -226,18 +250,9 @@ def _forward(
         exp_all(part, (stop - start) * heads)
         if dropout.threshold > 0:
             fill_masks(mask, position, start, stop - start, heads, dropout, scale)
-        for e in range(start, stop):
-            prefetch_row(flat, column, e, end, width)
-            i, j = target_of[e - start], column[e]
-            for h in range(heads):
-                at = (e - start) * heads + h
-                p = part[at]
-                totals[i * heads + h] += p
-                if dropout.threshold > 0:
-                    # Dropout applies to the weighted sum only: PyG drops coefficients after the softmax, so the total
-                    # counts all edges.
-                    p *= mask[at]
-                add_scaled(sums, i * width + h * channels, flat, j * width + h * channels, p, channels)
+        add_group(
+            sums, totals, part, mask, target_of, flat, column, start, stop, end, heads, channels, dropout.threshold > 0
+        )
         start = stop
 
 

@@ -33,6 +33,7 @@ from gtrain.engine.kernels import plain
 from gtrain.engine.kernels.attention import (
     EDGE_GROUP,
     KernelDropout,
+    add_group,
     attention_finish,
     attention_state,
     fill_masks,
@@ -149,10 +150,12 @@ def _forward(block: Any, pair: Any, factor: float, state: Any, dropout: Any, fir
     key, value, query, weight = data(pair.key), data(pair.value), data(pair.query), data(pair.weight)
     column, position = data(block.columns), data(block.edges)
     sums, peaks, totals = data(state.out), data(state.top), data(state.total)
-    scratch, target_of = np.empty((2 * EDGE_GROUP + 1, heads), kind), np.empty(EDGE_GROUP, np.int64)
-    part, mask, peak = data(scratch), data(scratch[EDGE_GROUP:]), data(scratch[2 * EDGE_GROUP :])
+    scratch, targets = np.empty((2 * EDGE_GROUP + 1, heads), kind), np.empty(EDGE_GROUP, np.int64)
     row, start = first, ptr[first]
     while start < end:
+        # In the loop, so that the arrays outlive the pointers: numba frees an array after its last use.
+        part, mask, peak = data(scratch), data(scratch[EDGE_GROUP:]), data(scratch[2 * EDGE_GROUP :])
+        target_of = data(targets)
         stop, low = min(start + EDGE_GROUP, end), start
         while low < stop:
             high, i = min(ptr[row + 1], stop), rows[row]
@@ -177,16 +180,9 @@ def _forward(block: Any, pair: Any, factor: float, state: Any, dropout: Any, fir
         exp_all(part, (stop - start) * heads)
         if dropout.threshold > 0:
             fill_masks(mask, position, start, stop - start, heads, dropout, scale)
-        for e in range(start, stop):
-            prefetch_row(value, column, e, end, width)
-            i, j = target_of[e - start], np.int64(column[e])
-            for h in range(heads):
-                at = (e - start) * heads + h
-                p = part[at]
-                totals[i * heads + h] += p
-                if dropout.threshold > 0:
-                    p *= mask[at]
-                add_scaled(sums, i * width + h * channels, value, j * width + h * channels, p, channels)
+        add_group(
+            sums, totals, part, mask, target_of, value, column, start, stop, end, heads, channels, dropout.threshold > 0
+        )
         start = stop
 
 
@@ -208,12 +204,11 @@ def _backward(
     )  # fmt: skip
     column, position = data(block.columns), data(block.edges)
     scratch, row_of = np.empty((2 * EDGE_GROUP, heads), kind), np.empty(EDGE_GROUP, np.int64)
-    part, mask = data(scratch), data(scratch[EDGE_GROUP:])
     row, start = first, ptr[first]
     # Without dropout the mask is 1, so that the loop below has no branch.
-    for k in range(EDGE_GROUP * heads):
-        mask[k] = 1
+    scratch[EDGE_GROUP:] = 1
     while start < end:
+        part, mask = data(scratch), data(scratch[EDGE_GROUP:])
         stop = min(start + EDGE_GROUP, end)
         for e in range(start, stop):
             while e >= ptr[row + 1]:

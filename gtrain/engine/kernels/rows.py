@@ -112,7 +112,7 @@ def _suffix(vector: Any) -> str:
 
 @_intrinsic
 def data(typingctx: Any, array: Any) -> Any:
-    """Pointer to the first item of an array, which must outlive it."""
+    """Pointer to the first item of an array, which must outlive it: numba frees one after its last use by name."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return context.make_array(array)(context, builder, arguments[0]).data

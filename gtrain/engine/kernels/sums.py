@@ -104,9 +104,9 @@ def _spmm_rounded(block: Any, x: Any, out: Any, weight: Any, first: int, last: i
     width, end = heads * channels, block.ptr[last]
     source, total = data(x), data(out)
     sums = np.empty(width, np.float32)
-    row = data(sums)
     for k in range(first, last):
-        to = block.rows[k] * width
+        # In the loop, so that the array outlives the pointer: numba frees an array after its last use.
+        to, row = block.rows[k] * width, data(sums)
         copy(row, 0, total, to, width)
         _add_edges(row, 0, block, k, source, weight, heads, channels, end)
         copy(total, to, row, 0, width)

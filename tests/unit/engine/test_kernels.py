@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import itertools
 import math
 from collections.abc import Iterator
@@ -444,3 +446,22 @@ def test_rows_are_divided_by_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [low for low, _ in found[1:]] == [high for _, high in found[:-1]]
     assert found[0] == (0, 1) and found[-1][1] == len(counts)
     assert [int(block.ptr[high] - block.ptr[low]) for low, high in found[1:]] == [50_000, 50_000]
+
+
+@pytest.mark.parametrize("module", [kernels.sums, kernels.attention, kernels.pairs])
+def test_local_arrays_outlive_the_pointers_to_them(module: Any) -> None:
+    """numba frees an array after its last use by name, so a loop that uses a pointer must use the array too."""
+    loops = ast.For, ast.While
+    for function in ast.walk(ast.parse(inspect.getsource(module))):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        local = {
+            target.id
+            for node in function.body
+            if isinstance(node, ast.Assign) and "np.empty" in ast.unparse(node.value)
+            for target in ast.walk(node.targets[0])
+            if isinstance(target, ast.Name)
+        }
+        last = next((node for node in reversed(function.body) if isinstance(node, loops)), None)
+        used = {node.id for node in ast.walk(last) if isinstance(node, ast.Name)} if last is not None else set()
+        assert local <= used, f"{function.name}: {sorted(local - used)}"
