@@ -22,7 +22,7 @@ from gtrain.engine.constants import Constants
 from gtrain.engine.edges import EdgeBlocks
 from gtrain.engine.halo import incremental
 from gtrain.engine.linear import LinearCall, PackedSums, aggregate
-from gtrain.engine.precision import add_product, column_sums, multiply, product_dtype, sum_dtype, without_autocast
+from gtrain.engine.precision import add_product, column_sums, product_dtype, sum_dtype, without_autocast
 from gtrain.engine.propagate_call import reduction
 from gtrain.engine.schedule import Schedule
 from gtrain.nn.compressed import CompressedMatrix, is_compressed, with_gradient
@@ -160,14 +160,14 @@ class _TransformThenSum(torch.autograd.Function):
         ctx.packed = PackedSums([LinearCall(blocks, sent, weight, scale=scale)], schedule, needed)
         ctx.packed.post(incremental(partial(_multiply, rows, left.to(dtype), sent)))
         del sent  # finish() frees it
-        out = multiply(rows[: blocks.num_targets], right.to(dtype).t(), bias)
+        out = rows[: blocks.num_targets] @ right.to(dtype).t()
         if blocks.exchange.rounds > 1:
             out = out.to(sum_dtype(dtype))
         ctx.packed.add_local_block([out])
         ctx.packed.finish([out])
         ctx.x_dtype = x.dtype
         ctx.save_for_backward(x if x.dtype == dtype else rows, left, right)
-        return out.to(dtype)
+        return _with_bias(out, bias).to(dtype)
 
     @staticmethod
     @once_differentiable
@@ -201,6 +201,11 @@ class _TransformThenSum(torch.autograd.Function):
             packed.take_gradients()
             dleft = dleft.to(left.dtype) if ctx.needs_input_grad[4] else None
         return None, None, None, dx, dleft, dbias, dright, None
+
+
+def _with_bias(out: Tensor, bias: Tensor | None) -> Tensor:
+    """Add a bias in place, after all sums: earlier releases rounded in this order."""
+    return out if bias is None else out.add_(bias.to(out.dtype))
 
 
 def _root_gradients(ctx: Any, gradient: Tensor, x: Tensor, right: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -239,13 +244,13 @@ class _SumThenTransform(torch.autograd.Function):
             ctx.packed = PackedSums([call], schedule, ctx.needs_input_grad[3])
             (aggregated,) = ctx.packed.start()
         roots = x.detach()[: call.blocks.num_targets].to(dtype)
-        out = multiply(roots, right.to(dtype).t(), bias)
+        out = roots @ right.to(dtype).t()
         if ctx.packed is not None:
             ctx.packed.finish([aggregated])
         aggregated = aggregated.to(dtype)
         ctx.aggregated = SavedOnce(aggregated)
         ctx.save_for_backward(x if x.dtype == dtype else roots, left, right)
-        return out.addmm_(aggregated, left.to(dtype).t())
+        return _with_bias(out.addmm_(aggregated, left.to(dtype).t()), bias)
 
     @staticmethod
     @once_differentiable

@@ -48,11 +48,6 @@ class AutocastState:
         return torch.autocast(self._device, self._dtype, enabled=self._enabled)
 
 
-def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``a @ b + bias``, in the dtype of ``a`` and ``b``."""
-    return torch.mm(a, b) if bias is None else torch.addmm(bias.to(a.dtype), a, b)
-
-
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Add ``a @ b`` to ``total`` in place, which may be of a wider dtype than ``a`` and ``b``."""
     return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(torch.mm(a, b))
