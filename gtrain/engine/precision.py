@@ -16,10 +16,15 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in LOW else dtype
 
 
+def in_autocast(device: str) -> bool:
+    """Whether autocast is on for a type of device; there are devices that it does not know."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def product_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of matrix products with ``x``: autocast's inside of autocast, else that of ``x``."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+    if not in_autocast(device) or x.dtype == torch.float64:
         return x.dtype
     return torch.get_autocast_dtype(device)
 
@@ -27,7 +32,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which operations on the device of ``x`` run in the dtypes of their arguments."""
     device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if in_autocast(device) else nullcontext()
 
 
 class AutocastState:
@@ -38,12 +43,12 @@ class AutocastState:
     """
 
     def __init__(self, device: str) -> None:
-        self._device, self._enabled = device, torch.is_autocast_enabled(device)
-        self._dtype = torch.get_autocast_dtype(device)
+        self._device, self._enabled = device, in_autocast(device)
+        self._dtype = torch.get_autocast_dtype(device) if self._enabled else None
 
     def restored(self) -> AbstractContextManager[object]:
         """Return a context with this state."""
-        if self._enabled == torch.is_autocast_enabled(self._device):
+        if self._enabled == in_autocast(self._device):
             return nullcontext()
         return torch.autocast(self._device, self._dtype, enabled=self._enabled)
 
