@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import forked
@@ -47,7 +48,11 @@ def test_a_job_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_all_jobs(number: int, code: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gtrain", *SWEEP, *SMALL, "trainer.max_epochs=100000", "seed=1,2"]
-    job = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stderr=subprocess.PIPE, text=True)
+    # A shell starts background commands, such as the tests themselves, with SIGINT ignored, which is inherited.
+    accept_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    job = subprocess.Popen(
+        command, cwd=tmp_path, env=clean_environment(), stderr=subprocess.PIPE, text=True, preexec_fn=accept_interrupts
+    )
     try:
         until(lambda: all(has_logged(tmp_path / "sweep" / name) for name in "01"), tmp_path)
         processes = descendants(job.pid)
