@@ -75,7 +75,7 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     # Huge pages: page faults cost torch more than most operations.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # OpenMP's threads would spin between two operations, for a time slice each if other programs use the cores.
+    # OpenMP's threads would spin between two operations, each a whole time slice if other programs use the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # As with python -m: users' models are in the current folder.
     sys.path.insert(0, os.getcwd())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -58,17 +59,18 @@ def sharded_gcn_norm(
     return edge_index, normalised if given is None else normalised.to(given)
 
 
-def exact_gcn_norm(
-    edge_index: Tensor,
-    edge_weight: Tensor | None = None,
-    num_nodes: int | None = None,
-    improved: bool = False,
-    add_self_loops: bool = True,
-    flow: str = "source_to_target",
-    dtype: torch.dtype | None = None,
-) -> tuple[tuple[Any, ...], Callable[..., Any]]:
-    """Return the arguments and the function that compute PyG's ``gcn_norm`` at least in float32."""
-    return (edge_index, edge_weight, num_nodes, improved, add_self_loops, flow, dtype), _exact_gcn_norm
+_GCN_NORM = inspect.signature(gcn_norm)
+
+
+def exact_gcn_norm(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Callable[..., Any]]:
+    """Return arguments, and a function of them that computes PyG's ``gcn_norm`` at least in float32.
+
+    Args:
+        args, kwargs: of ``gcn_norm``.
+    """
+    bound = _GCN_NORM.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.args, _exact_gcn_norm
 
 
 def _exact_gcn_norm(edge_index: Any, edge_weight: Tensor | None, *options: Any) -> Any:

@@ -236,16 +236,7 @@ def _of_dtype(values: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _add_products(
     pointers: Tensor, ids: Tensor, positions: Tensor | None, values: Tensor | None, table: Tensor, out: Tensor
 ) -> None:
-    """Add ``value * table[id]`` of each entry to the row of ``out`` that has it.
-
-    Args:
-        pointers: int64 ``[n + 1]``, the entries of each row.
-        ids: int32 or int64 ``[Z]``.
-        positions: int32 ``[Z]``, the position of each entry's value; None: the entry's own.
-        values: ``[Z]``; None: 1.
-        table: ``[m, d]``, contiguous.
-        out: ``[n, d]``, contiguous.
-    """
+    """See :func:`.csr_kernels.add_products`; here for any device."""
     if out.device.type == "cpu":
         from gtrain.nn.csr_kernels import add_products
 
