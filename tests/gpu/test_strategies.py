@@ -1,4 +1,4 @@
-"""Training on GPUs, where there is one: it is what CPUs train, and who cannot use them is told."""
+"""Strategies train on a GPU what they train on the CPU; strategies for CPUs alone refuse a GPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import gtrain, ok, run, summary
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that this torch can use")
 
 GRAPH = ["data.num_nodes=600", "data.num_edges=4800", "model.dropout=0"]
 RANKS = [*GRAPH, "trainer.num_nodes=2"]
