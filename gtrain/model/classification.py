@@ -303,7 +303,8 @@ def _rows(batch: Data | HeteroData) -> Tensor | Csr:
     x: Tensor | Csr = batch.x
     if isinstance(x, Csr):
         return x
-    return x[batch.seeds] if x.layout == torch.strided else select_rows(x, batch.seeds)
+    # sparse rows may stay on the host, from which a strategy sends them
+    return x[batch.seeds] if x.layout == torch.strided else select_rows(x, batch.seeds.to(x.device))
 
 
 def _sizes(num_features: object, num_classes: int | None) -> tuple[int, int]:

@@ -506,5 +506,7 @@ def _weights(rows: Csr, like: Tensor) -> Tensor:
     counts = rows.offsets.diff()
     if rows.values is None:
         return counts.clamp(min=1).to(like)
+    rows, counts = rows.to(like.device), counts.to(like.device)  # the product may be on another device than its rows
+    assert rows.values is not None
     total = like.new_zeros(rows.num_rows).index_add_(0, rows.row_of_entry(), rows.values.to(like))
     return torch.where(counts > 0, total, torch.ones_like(total))

@@ -516,7 +516,8 @@ def rng_state() -> dict[str, Any]:
     version, words, gauss_next = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        # A process that computes on the CPU must not initialise CUDA for it.
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "numpy": [str(algorithm), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss],
         "python": [version, list(words), gauss_next],
     }
@@ -525,7 +526,7 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restore the state that :func:`rng_state` returned."""
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+    if torch.cuda.is_initialized() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
     algorithm, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((algorithm, keys.numpy().astype(np.uint32), position, has_gauss, gauss))

@@ -7,7 +7,7 @@ computes X_i' dY and updates its block.
 
 from typing import Any
 
-from gtrain.backends import CPU, FULL_PRECISION, Backend, Limit, Role, Serves, sampling_limits
+from gtrain.backends import FULL_PRECISION, Backend, Limit, Role, Serves, sampling_limits
 
 SERVES = Serves(
     models=frozenset({"sparse", "embedding", "message-passing"}),
@@ -16,7 +16,6 @@ SERVES = Serves(
     heterogeneous=True,
     needs_table=True,
     limits={
-        **CPU,
         **FULL_PRECISION,
         "trainer.gradient_clip_val": Limit((None, 0), "cannot clip the gradients of tables, which no worker has"),
         "trainer.accumulate_grad_batches": Limit((1,), "takes a step after every batch; raise data.batch_size"),

@@ -48,7 +48,7 @@ class Packed:
         yield 0, memoryview(len(self.text).to_bytes(_ALIGN, "little") + self.text)
         for tensor, offset in zip(self.tensors, self.offsets, strict=True):
             if tensor.numel():
-                yield offset, as_bytes(tensor).numpy().data
+                yield offset, as_bytes(tensor).cpu().numpy().data
 
 
 def prepare(value: Any) -> Packed:

@@ -79,7 +79,9 @@ class PsStrategy(RestartingStrategy):
             batch = graph_batch(whole, self.dtype)
         else:
             batch = hetero_batch(whole, store, self.dtype)
-        self._engine.add_constants(value for stored in batch.stores for value in stored.values())
+        constants = [value for stored in batch.stores for value in stored.values()]
+        self.worker_device.add_constants(constants)
+        self._engine.add_constants(self.worker_device.constant(value) for value in constants)
         return WholeGraph(batch)
 
     def batches(self, shard: BatchSource, loader: SeedLoader) -> Iterable[Data | HeteroData]:
@@ -95,11 +97,13 @@ class PsStrategy(RestartingStrategy):
         return batches
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """CPU only: skip the transfer unless the module overrides a transfer hook."""
+        """Move a batch, but for the sparse rows that the servers multiply; with the module's hooks if it has some."""
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         module = type(self.lightning_module)
         if all(getattr(module, name) is getattr(pl.LightningModule, name) for name in names):
-            return batch
+            return self.worker_device.batch(batch) if isinstance(batch, (Data, HeteroData)) else batch
+        if not self.worker_device.is_host and isinstance(batch, (Data, HeteroData)):
+            batch = self.worker_device.batch(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @property
@@ -110,7 +114,7 @@ class PsStrategy(RestartingStrategy):
         return name if name in self.served_tables else None
 
     def _prefetcher(self, training: bool) -> Callable[[Data, int], None]:
-        """Return a function that sends a batch's rows to the servers as soon as the batch is built."""
+        """Return a function that sends a new batch's rows to the servers, and its tensors to the device."""
         name, servers = self._row_table, self._connected()
         table = None if name is None else self.served_tables[name]
         first_step = 0
@@ -121,6 +125,7 @@ class PsStrategy(RestartingStrategy):
                 first_step = servers.step
             if table is not None and not table.pull and not isinstance(batch.x, Tensor):
                 table.prefetch(batch.x, first_step + number if training else servers.step, training)
+            self.worker_device.copy_ahead(batch)
 
         return send
 
@@ -177,7 +182,8 @@ class PsStrategy(RestartingStrategy):
                 spec, pull = layer.table, plan.protocol == "pull"
                 multiplier = spreading_multiplier(spec.rows) if settings.blocks == "hash" else 1
                 placement = Placement(spec.rows, spec.dim, plan.row_blocks, plan.column_blocks, multiplier)
-                table = ServerTableStorage(name, spec, placement, servers, layer.weight.dtype, wire, pull)
+                dtype = layer.weight.dtype
+                table = ServerTableStorage(name, spec, placement, servers, dtype, wire, pull, self.worker_device)
                 self.served_tables[name] = table
                 is_new = table.open()
                 if not layer.weight.size(0) and layer.table.rows:
@@ -237,7 +243,7 @@ class PsStrategy(RestartingStrategy):
     def sum_gradients(self) -> None:
         """Send the step to the servers, and receive the sum of the other layers' gradients."""
         rest = self._rest()
-        self._send_step(None if self.settings.rest == "allreduce" else flat_gradients(rest))
+        self._send_step(None if self.settings.rest == "allreduce" else flat_gradients(rest, self.worker_device))
         if self.settings.rest == "allreduce":
             sum_gradients(self.group, rest)
         self._receive_step(rest)
@@ -270,7 +276,7 @@ class PsStrategy(RestartingStrategy):
     def _receive_sums(self, rest: list[Parameter]) -> None:
         replies = [request.result() for request in self._pending_sums.popleft()]
         if self.settings.rest == "server" and rest:
-            set_gradients(torch.cat([reply.tensors[0] for reply in replies]), rest)
+            set_gradients([reply.tensors[0] for reply in replies], rest, self.worker_device)
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, *args, **kwargs)

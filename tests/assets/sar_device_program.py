@@ -1,7 +1,4 @@
-"""As sar_conv_program.py, with the shards' tensors on a pretended device: an operation that mixes devices fails.
-
-The device is torch's ``meta``, whose tensors here wrap ones of the CPU: no accelerator is needed.
-"""
+"""As sar_conv_program.py, with the shards' tensors on a pretended device: an operation that mixes devices fails."""
 
 from __future__ import annotations
 
@@ -13,70 +10,8 @@ from typing import Any
 
 import sar_conv_bench
 import sar_conv_program
-import torch
+from pretended_device import DEVICE, Pretended, Pretending
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-
-DEVICE = torch.device("meta")
-COPIES = ("aten::copy_", "aten::_to_copy")
-INDEXED = ("aten::index.Tensor", "aten::index_put")  # tensors of a device may be, by numbers on the CPU
-
-
-class Pretended(Tensor):
-    """A tensor that says that it is on :data:`DEVICE`; ``inner`` is where its values are."""
-
-    inner: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Pretended:
-        made: Pretended = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=DEVICE
-        )
-        made.inner = inner
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return compute(func, args, kwargs or {})
-
-    def numpy(self, *, force: bool = False) -> Any:
-        raise RuntimeError("numpy of a tensor on a device")
-
-    def tolist(self) -> Any:
-        return self.inner.tolist()
-
-    def new_tensor(self, data: Any, **settings: Any) -> Tensor:  # type: ignore[override]
-        return Pretended(torch.tensor(data, dtype=settings.get("dtype", self.dtype)))
-
-
-class Pretending(TorchDispatchMode):
-    """Makes what is asked for on :data:`DEVICE`."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return compute(func, args, kwargs or {})
-
-
-def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operation of tensors that are all on the device, numbers aside, or all on the CPU."""
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    there = [tensor for tensor in given if isinstance(tensor, Pretended)]
-    here = [tuple(tensor.shape) for tensor in given if not isinstance(tensor, Pretended) and tensor.dim() > 0]
-    name = func.name()
-    may = name.startswith(COPIES) or (name.startswith(INDEXED) and isinstance(args[0], Pretended))
-    if there and here and not may:
-        raise RuntimeError(f"{name} mixes devices: {[tuple(t.shape) for t in there]} there, {here} here")
-    asked = kwargs.get("device")
-    settings = kwargs if asked is None else {**kwargs, "device": torch.device("cpu")}
-    out = func(*tree_map(_inner, args), **tree_map(_inner, settings))
-    if not (there if asked is None else torch.device(asked) == DEVICE):
-        return out
-    same = {id(tensor.inner): tensor for tensor in there}  # what was changed in place stays the same object
-    return tree_map(lambda leaf: same.get(id(leaf), Pretended(leaf)) if isinstance(leaf, Tensor) else leaf, out)
-
-
-def _inner(leaf: Any) -> Any:
-    return leaf.inner if isinstance(leaf, Pretended) else leaf
 
 
 class Bench(sar_conv_bench.Bench):

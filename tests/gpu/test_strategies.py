@@ -55,7 +55,7 @@ def test_gpus_train_what_cpus_train(case: str, tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["pbg", "ps"])
+@pytest.mark.parametrize("name", ["pbg"])
 def test_strategies_for_cpus_say_so(name: str, tmp_path: Path) -> None:
     data = ["data=planted_kg", "model=kg"] if name == "pbg" else ["data=planted_sparse", "model=sparse"]
     done = gtrain(f"strategy={name}", *data, "trainer.accelerator=gpu", cwd=tmp_path)

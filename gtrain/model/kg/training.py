@@ -445,6 +445,8 @@ class GroupedEdges(nn.Module):
             of_relation[members], local[members] = number, torch.arange(len(members))
         self.register_buffer("_group", of_relation, persistent=False)
         self.register_buffer("_local", local, persistent=False)
+        # A strategy divides a step's edges before they are on the model's device.
+        self._on_host = of_relation, local
 
     def forward(self, edges: Triples) -> list[tuple[int, Tensor, Triples]]:
         """Return the number of each group that has edges, the positions ``[b]`` of its edges, and the edges themselves.
@@ -453,11 +455,15 @@ class GroupedEdges(nn.Module):
         """
         if len(self._schema.groups) == 1:
             return [(0, torch.arange(len(edges), device=edges.head.device), self._localized(0, edges))]
-        of_edge = self._group[edges.relation]
+        of_edge = self._numbers(edges)[0][edges.relation]
         members = {number: (of_edge == number).nonzero().flatten() for number in of_edge.unique().tolist() or [0]}
         return [(number, rows, self._localized(number, edges.select(rows))) for number, rows in members.items()]
 
     def _localized(self, number: int, edges: Triples) -> Triples:
         group, entities = self._schema.groups[number], self._schema.entities
         head, tail = edges.head - entities[group.lhs].first, edges.tail - entities[group.rhs].first
-        return Triples(head, self._local[edges.relation], tail, edges.weight, edges.chunk)
+        return Triples(head, self._numbers(edges)[1][edges.relation], tail, edges.weight, edges.chunk)
+
+    def _numbers(self, edges: Triples) -> tuple[Tensor, Tensor]:
+        """Return the group of each relation and its number in that, on the device of the edges."""
+        return self._on_host if edges.relation.device.type == "cpu" else (self._group, self._local)

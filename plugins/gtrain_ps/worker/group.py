@@ -67,7 +67,7 @@ class ServedGroup(Group):
         return tensor.div_(self.size) if op in ("mean", "avg") else tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return [other.clone() for other in self._gather(tensor)]
+        return [other.to(tensor.device, copy=True) for other in self._gather(tensor)]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         return value if self.alone else super().broadcast_object(value, source)
@@ -82,8 +82,8 @@ class ServedGroup(Group):
         return self._gather(tensor if self.rank == source else tensor.new_empty(0))[source]
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return every worker's tensor, in rank order."""
-        tensor = tensor.detach().clone().contiguous()
+        """Return every worker's tensor, in rank order, on the host."""
+        tensor = tensor.detach().to("cpu", copy=True).contiguous()
         if self.alone:
             return [tensor] * self.size
         collective = collective_id(self._servers.step, self.index)

@@ -49,14 +49,15 @@ def restore_metrics(metrics: Metrics, states: dict[str, Any], updated: bool = Tr
             for key, value in values.items():
                 if isinstance(value, Tensor) and value.dtype == torch.float64 != metric.dtype:
                     metric.set_dtype(torch.float64)
-                setattr(metric, key, _copy(value))
+                setattr(metric, key, _copy(value, metric.device))
             metric._update_count, metric._computed = count if updated else 0, None
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: Any, device: torch.device | None = None) -> Any:
+    """Return a copy of a tensor, or of those of a list, on a device; None: on its own."""
     if isinstance(value, list):
-        return [item.clone() for item in value]
-    return value.clone() if isinstance(value, Tensor) else value
+        return [item.to(device or item.device, copy=True) for item in value]
+    return value.to(device or value.device, copy=True) if isinstance(value, Tensor) else value
 
 
 def shifted_loops(loops: LoopState, steps: int) -> LoopState:

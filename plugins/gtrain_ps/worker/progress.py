@@ -24,6 +24,7 @@ from gtrain.protocols import Restartable
 from gtrain.strategy.checkpoint import rng_state, set_rng_state
 from gtrain_ps.packing import as_bytes, cut_tensors, join, layout_of, pack, split, unpack
 from gtrain_ps.worker import lightning_state
+from gtrain_ps.worker.device import HOST, WorkerDevice
 from gtrain_ps.worker.group import ServedGroup
 from gtrain_ps.worker.servers import ParameterServers
 
@@ -40,10 +41,18 @@ class ProgressRecorder:
         group: the workers' collectives.
         servers: the servers.
         overlap: by how many steps servers may differ; after a restart this many steps record the complete state.
+        device: of the layers that the worker holds.
     """
 
-    def __init__(self, trainer: pl.Trainer, group: ServedGroup, servers: ParameterServers, overlap: int) -> None:
-        self._trainer, self._group, self._servers = trainer, group, servers
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        group: ServedGroup,
+        servers: ParameterServers,
+        overlap: int,
+        device: WorkerDevice = HOST,
+    ) -> None:
+        self._trainer, self._group, self._servers, self._device = trainer, group, servers, device
         self._overlap, self._metrics = overlap, lightning_state.module_metrics(trainer.lightning_module)
         self._recorded_steps = 0
         self._signature: Any = None
@@ -53,7 +62,7 @@ class ProgressRecorder:
         self._random: dict[str, Any] = {}
         self._last_random: Any = None
         self._changes: dict[str, Tensor] = {}
-        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._state = [torch.empty(0, dtype=torch.uint8)]  # of the layers, in pieces
         self._restored: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------------------------------------ recording
@@ -79,12 +88,14 @@ class ProgressRecorder:
             self._random = rng_state()
             self._changes["random"] = pack(self._random)
         if self._layers:
-            self._flat = torch.cat(self._layer_bytes or [as_bytes(tensor) for tensor in self._layers])
+            layers = self._layer_bytes or [as_bytes(tensor) for tensor in self._layers]
+            self._state = self._device.bytes_on_host(layers)
         self._index, self._pending_sums = self._group.index, pending_sums
         self._recorded_steps += 1
 
     def finish_step(self) -> ReplayEntries:
         """Return the replay entries of a step whose gradients are complete."""
+        self._device.synchronize()  # what start_step copied
         metrics = [*lightning_state.logged_metrics(self._trainer), *self._metrics]
         if self._restored is not None:
             lightning_state.restore_metrics(metrics, self._restored["step"]["meters"])
@@ -98,7 +109,8 @@ class ProgressRecorder:
         rank, size, count = self._group.rank, self._group.size, len(self._servers)
         entries: ReplayEntries = [{} for _ in range(count)]
         entries[rank % count] |= {"step": pack(step), **self._changes}
-        for server, part in enumerate(self._flat.tensor_split(count)):
+        flat = torch.cat(self._state) if len(self._state) != 1 else self._state[0]
+        for server, part in enumerate(flat.tensor_split(count)):
             if server % size == rank:
                 entries[server][f"rest/{server}"] = part
         return entries
@@ -179,7 +191,7 @@ class ProgressRecorder:
 
     def _random_changed(self) -> bool:
         """Whether a random number was drawn since the last step; faster than recording all generators."""
-        current = random.getstate(), _numpy_state()
+        current = random.getstate(), _numpy_state(), _cuda_state()
         changed = current != self._last_random or not torch.equal(torch.get_rng_state(), self._random["torch"])
         self._last_random = current
         return changed
@@ -192,3 +204,9 @@ def _numpy_state() -> Any:
         # Its words and the position, without building a dictionary.
         return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
     return repr(generator.state)
+
+
+def _cuda_state() -> list[bytes]:
+    """Return the state of the devices' generators; empty where this process uses no GPU."""
+    states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [state.numpy().tobytes() for state in states]

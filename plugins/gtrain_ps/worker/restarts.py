@@ -16,6 +16,7 @@ from gtrain.memory.heap import keep_freed
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
 from gtrain_ps.config import PsConfig
+from gtrain_ps.worker.device import WorkerDevice
 from gtrain_ps.worker.group import ServedGroup
 from gtrain_ps.worker.progress import ProgressRecorder
 from gtrain_ps.worker.servers import ParameterServers, ServerRequest
@@ -40,6 +41,14 @@ class RestartingStrategy(GraphStrategy):
         self._pending_sums: deque[list[ServerRequest]] = deque()  # of each step
         self._progress: ProgressRecorder | None = None
         self._restart_step: int | None = None
+        self._device: WorkerDevice | None = None
+
+    @property
+    def worker_device(self) -> WorkerDevice:
+        """This worker's device, on which the layers behind the tables are."""
+        if self._device is None:
+            self._device = WorkerDevice(self.root_device)
+        return self._device
 
     @property
     def _workers_restart(self) -> bool:
@@ -100,7 +109,9 @@ class RestartingStrategy(GraphStrategy):
         super().setup(trainer)
         self._progress = None
         if isinstance(self.group, ServedGroup) and self.fitting:
-            self._progress = ProgressRecorder(trainer, self.group, self._connected(), self.settings.lag + 3)
+            self._progress = ProgressRecorder(
+                trainer, self.group, self._connected(), self.settings.lag + 3, self.worker_device
+            )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if self._restart_step is None or self._progress is None:

@@ -19,6 +19,7 @@ from gtrain.nn.csr import product
 from gtrain.nn.rules import RULES, Rule, Settings
 from gtrain_ps.kernels import rows as kernels
 from gtrain_ps.placement import Placement
+from gtrain_ps.worker.device import HOST, WorkerDevice
 from gtrain_ps.worker.servers import ParameterServers, ServerRequest
 
 PIECE_BYTES = 1 << 19
@@ -60,6 +61,8 @@ class ServerTableStorage(RemoteTableStorage):
         dtype: of the rows.
         wire_dtype: of products and gradients on the wire.
         pull: whether the worker computes products, from rows that it fetches.
+        device: of the layers behind the table: products and rows are returned there, and gradients come from there.
+            Rows to multiply and ids are on the host, or are copied there.
     """
 
     def __init__(
@@ -71,10 +74,11 @@ class ServerTableStorage(RemoteTableStorage):
         dtype: torch.dtype,
         wire_dtype: torch.dtype,
         pull: bool,
+        device: WorkerDevice = HOST,
     ) -> None:
         super().__init__(table)
         self.key, self.placement, self.servers = key, placement, servers
-        self.dtype, self.wire_dtype, self.pull = dtype, wire_dtype, pull
+        self.dtype, self.wire_dtype, self.pull, self.device = dtype, wire_dtype, pull, device
         self._prefetched: dict[int, tuple[Tensor, PendingProduct]] = {}
         self._gradients: list[tuple[PendingProduct, Tensor]] = []
         self._training = False
@@ -100,20 +104,22 @@ class ServerTableStorage(RemoteTableStorage):
         if not self.pull or id(rows.ids) in self._prefetched:
             self._training = torch.is_grad_enabled()  # an autograd function cannot see it
             return super().product(rows)
-        ids, inverse = torch.unique(rows.ids, return_inverse=True)
-        return product(rows._replace(ids=inverse), self._pull_rows(ids))
+        ids, inverse = torch.unique(rows.ids.cpu(), return_inverse=True)
+        # On the device: it copies the U fetched rows, and the product and its backward pass read Z >= U rows each.
+        return product(rows._replace(ids=inverse).to(self.device.device), self._pull_rows(ids))
 
     def lookup(self, ids: Tensor) -> Tensor:
-        unique, inverse = torch.unique(ids, return_inverse=True)
-        return F.embedding(inverse, self._pull_rows(unique))
+        unique, inverse = torch.unique(self.device.ids_on_host(ids), return_inverse=True)
+        return F.embedding(self.device.to_device(inverse), self._pull_rows(unique))
 
     def multiply(self, rows: Csr) -> tuple[Tensor, PendingProduct]:
         _, pending = self._prefetched.pop(id(rows.ids), (None, None))
         if pending is None:
-            pending = self._send_rows(rows, self.servers.step, self._training)
+            pending = self._send_rows(rows.to(HOST.device), self.servers.step, self._training)
         return self._receive(pending), pending
 
     def push_product(self, pending: PendingProduct, gradient: Tensor) -> None:
+        gradient = gradient if self.device.is_host else self.device.to_host(gradient.to(self.wire_dtype))
         self._gradients.append((pending, gradient))
 
     def fetch(self, ids: Tensor) -> Tensor:
@@ -141,7 +147,8 @@ class ServerTableStorage(RemoteTableStorage):
         self._gradients.clear()
 
     def take_gradients(self) -> list[tuple[PendingProduct, Tensor]]:
-        """Return the gradients of products since the last call."""
+        """Return the gradients of products since the last call, on the host."""
+        self.device.synchronize()
         gradients, self._gradients = self._gradients, []
         return gradients
 
@@ -166,14 +173,14 @@ class ServerTableStorage(RemoteTableStorage):
         for low in range(begin, end, step):
             high = min(low + step, end)
             pending = self._send_ids(torch.arange(low, high), training=False, exact=True)
-            rows[low - begin : high - begin] = self._receive(pending)
+            rows[low - begin : high - begin] = self._receive_on_host(pending)
         return rows
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         step = _PIECES_PER_BLOCK * piece_rows(self.table.dim, self.dtype)
         for begin in range(0, self.num_rows, step):
             end = min(begin + step, self.num_rows)
-            yield torch.arange(begin, end), self.read(begin, end)
+            yield torch.arange(begin, end), self.device.to_device(self.read(begin, end))
 
     def write(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Overwrite rows.
@@ -185,8 +192,8 @@ class ServerTableStorage(RemoteTableStorage):
         fields = {"key": self.key, "begin": 0, "step": self.servers.step}
         for ids, rows in pieces:
             for begin in range(0, len(ids), step):
-                piece = rows[begin : begin + step].to(self.dtype)
-                blocks, positions = placement.locate(ids[begin : begin + step])
+                piece = rows[begin : begin + step].to("cpu", self.dtype)
+                blocks, positions = placement.locate(ids[begin : begin + step].cpu())
                 requests = []
                 for server in range(placement.servers):
                     block, columns = placement.block_of(server)
@@ -273,9 +280,19 @@ class ServerTableStorage(RemoteTableStorage):
         return PendingProduct(step, call, count, requests, entries.order, entries.begin)
 
     def _receive(self, pending: PendingProduct) -> Tensor:
+        """Return a product on the device."""
+        return self.device.to_device(self._receive_on_host(pending))
+
+    def _receive_on_host(self, pending: PendingProduct) -> Tensor:
         """Wait for the servers' parts, sum those of the row blocks, and concatenate those of the column blocks."""
         columns = self.placement.column_blocks
         parts = [request.result().tensors[0].to(self.dtype) for request in pending.requests]
+        if not self.device.is_host:
+            whole = self.device.buffer(pending.rows, self.table.dim, dtype=self.dtype)
+            for column in range(columns):
+                first, last = self.placement.columns(column)
+                _join_rows_into(whole[:, first:last], parts[column::columns], pending.order)
+            return whole
         products = [_join_rows(parts[column::columns], pending.order) for column in range(columns)]
         return products[0] if columns == 1 else torch.cat(products, dim=1)
 
@@ -289,6 +306,18 @@ def _join_rows(parts: list[Tensor], order: Tensor | None) -> Tensor:
     for part in parts[1:]:
         total = total.add_(part)
     return total
+
+
+def _join_rows_into(target: Tensor, parts: list[Tensor], order: Tensor | None) -> None:
+    """Write what :func:`_join_rows` returns into ``target``: page-locked memory is written once and not copied to."""
+    if order is not None:
+        target.index_copy_(0, order, torch.cat(parts) if len(parts) > 1 else parts[0])
+    elif len(parts) == 1:
+        target.copy_(parts[0])
+    else:
+        torch.add(parts[0], parts[1], out=target)
+        for part in parts[2:]:
+            target.add_(part)
 
 
 class _Pull(Function):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gtrain.strategy.group import flatten
+from gtrain_ps.worker.device import HOST, WorkerDevice
 from gtrain_ps.worker.progress import ReplayEntries
 from gtrain_ps.worker.served_table import ServerTableStorage
 from gtrain_ps.worker.servers import ParameterServers, ServerRequest
@@ -57,19 +58,38 @@ def send_step(
     return requests
 
 
-def flat_gradients(parameters: list[Parameter]) -> Tensor:
-    """Return a vector: for each parameter 1 if it has a gradient, else 0, and then the gradients."""
+def flat_gradients(parameters: list[Parameter], device: WorkerDevice = HOST) -> Tensor:
+    """Return a vector: for each parameter 1 if it has a gradient, else 0, and then the gradients.
+
+    It is on the host. If the device is a GPU, it is complete after ``device.synchronize()``.
+    """
     if not parameters:
         return torch.empty(0)
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
     present = torch.tensor([float(p.grad is not None) for p in parameters], dtype=dtype)
     grads = [torch.zeros_like(p, dtype=dtype) if p.grad is None else p.grad.to_dense().to(dtype) for p in parameters]
-    return flatten([present, *grads])
+    if device.is_host:
+        return flatten([present, *grads])
+    there = flatten(grads)
+    vector = device.buffer(len(present) + len(there), dtype=dtype)
+    vector[: len(present)] = present
+    device.copy_to_host(there, vector[len(present) :])
+    return vector
 
 
-def set_gradients(sums: Tensor, parameters: list[Parameter]) -> None:
-    """Set the gradients from the sum of the workers' vectors, as views of it; None if no worker has a gradient."""
-    present = sums[: len(parameters)].tolist()
-    pieces = sums[len(parameters) :].split([parameter.numel() for parameter in parameters])
+def set_gradients(sums: list[Tensor], parameters: list[Parameter], device: WorkerDevice = HOST) -> None:
+    """Set the gradients from the sum of the workers' vectors; None if no worker has a gradient.
+
+    Args:
+        sums: the parts of the sum, in order.
+        parameters: the parameters; their gradients become views of one tensor.
+        device: of the parameters.
+    """
+    if device.is_host:
+        vector = torch.cat(sums)
+    else:
+        vector = torch.cat(sums, out=device.buffer(sum(map(len, sums)), dtype=sums[0].dtype))
+    present = vector[: len(parameters)].tolist()
+    pieces = device.to_device(vector[len(parameters) :]).split([parameter.numel() for parameter in parameters])
     for parameter, piece, count in zip(parameters, pieces, present, strict=True):
         parameter.grad = piece.view(parameter.shape).to(parameter.dtype) if count else None

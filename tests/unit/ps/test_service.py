@@ -182,7 +182,7 @@ def together(
                 weight = float(mine.numel()), float(ROWS)
                 flying.append(send_step(servers, storages.values(), rules, weight, flat_gradients(layers)))
                 if len(flying) > lag:
-                    set_gradients(torch.cat([asked.result().tensors[0] for asked in flying.pop(0)]), layers)
+                    set_gradients([asked.result().tensors[0] for asked in flying.pop(0)], layers)
                 else:
                     rest.zero_grad()
                 for one in (tables, rest):
