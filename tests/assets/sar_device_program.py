@@ -10,7 +10,7 @@ from typing import Any
 
 import sar_conv_bench
 import sar_conv_program
-from pretended_device import DEVICE, Pretended, Pretending
+from devices.pretended import DEVICE, Pretended, Pretending
 from torch import Tensor, nn
 
 

@@ -9,7 +9,7 @@ import pytest
 from forked import gtrain
 from helpers import REPO, ok, summary
 
-ON_DEVICE = "+callbacks.device._target_=pretended_device.OnDevice"
+ON_DEVICE = "+callbacks.device._target_=devices.pretended.OnDevice"
 ADAGRAD = "model.sparse_optimizer={_target_:gtrain.nn.Adagrad,lr:0.1}"
 ROWS = ("data=planted_sparse", "model=sparse", "data.num_rows=400", "data.num_features=150", "data.batch_size=65")
 GRAPH = ("data=edges", "data.path=edges.tsv", "data.labels=labels.tsv", "data.batch_size=17", "model.dropout=0")
