@@ -19,7 +19,7 @@ from gtrain.nn.dropout import Mask, edge_ids
 
 
 class CompressedEdges(NamedTuple):
-    """Edges of one block, compressed by one of their ends (CSR or CSC); rows without edges are left out.
+    """Edges of one block, compressed by one of their ends (CSR or CSC); rows without edges are left out on the CPU.
 
     Attributes:
         rows: int64 ``[m]``, distinct ids of that end, ascending.
@@ -96,7 +96,9 @@ class EdgeBlock:
     def target_of(self) -> Tensor:
         """int32 ``[E_b]``, the target of each edge in the order of :attr:`by_target`."""
         rows, ptr, columns, _ = self.by_target
-        return self._targets if columns is self._sources else torch.repeat_interleave(rows.int(), ptr.diff())
+        if columns is self._sources:
+            return self._targets
+        return torch.repeat_interleave(rows.int(), ptr.diff(), output_size=len(columns))
 
     def select(self, positions: slice, ids: Tensor | None = None) -> EdgeBlock:
         """Return some of the edges, with other ids than their positions if ``ids`` are passed."""
@@ -149,7 +151,8 @@ class EdgeBlocks:
     @cached_property
     def hashed(self) -> list[EdgeBlock]:
         """The same blocks with a hash of its ends as the id of each edge, from which dropout masks are computed."""
-        ids, starts = (self.exchange.all_ids, self.targets.all_ids), self.exchange.shard.block_ptr.tolist()
+        device, starts = self.in_degree.device, self.exchange.shard.block_ptr.tolist()
+        ids = self.exchange.all_ids.to(device), self.targets.all_ids.to(device)
         return [
             block.select(slice(None), edge_ids(torch.stack([block.sources + start, block.targets]), *ids))
             for start, block in zip(starts, self.blocks, strict=False)
@@ -220,8 +223,18 @@ def sort_edges(
     for r, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
         ids = (block == r).nonzero().view(-1)
         blocks.append(EdgeBlock(ids, source[ids] - start, target[ids], stop - start, num_targets))
-    in_degree = torch.bincount(target, minlength=num_targets)
+    in_degree = count_of(target, num_targets)
     return EdgeBlocks(exchange, blocks, num_targets, edge_index.size(1), in_degree, targets or exchange)
+
+
+def count_of(ids: Tensor, count: int) -> Tensor:
+    """Return how often each of the numbers 0 .. count-1 occurs in ``ids``, int64 ``[count]``."""
+    if ids.device.type == "cpu":
+        return torch.bincount(ids, minlength=count)
+    # bincount makes the host wait for a GPU.
+    return torch.zeros(count, dtype=torch.int64, device=ids.device).index_add_(
+        0, ids.long(), torch.ones_like(ids).long()
+    )
 
 
 def compress(rows: Tensor, columns: Tensor, edges: Tensor | None, num_rows: int) -> CompressedEdges:
@@ -235,14 +248,13 @@ def compress(rows: Tensor, columns: Tensor, edges: Tensor | None, num_rows: int)
     """
     if rows.device.type == "cpu":
         return _compress_compiled(rows, columns, edges, num_rows)
-    if rows.numel() > 1 and not bool((rows[1:] >= rows[:-1]).all()):
-        rows, order = rows.sort(stable=True)
-        columns, edges = columns[order], None if edges is None else edges[order]
-    counts = torch.bincount(rows, minlength=num_rows)
-    present = counts.nonzero().view(-1)
-    ptr = torch.cat([counts.new_zeros(1), counts[present].cumsum(0)])
-    columns = columns.to(torch.int32)
-    return CompressedEdges(present, ptr, columns, columns if edges is None else edges.to(torch.int32))
+    # On a GPU, all rows are listed: to leave out some, the host would have to wait for their number.
+    rows, order = rows.sort(stable=True)
+    columns, edges = columns[order].to(torch.int32), None if edges is None else edges[order].to(torch.int32)
+    every = torch.arange(num_rows + 1, device=rows.device, dtype=rows.dtype)
+    return CompressedEdges(
+        every[:-1].long(), torch.searchsorted(rows, every), columns, columns if edges is None else edges
+    )
 
 
 def _compress_compiled(rows: Tensor, columns: Tensor, edges: Tensor | None, num_rows: int) -> CompressedEdges:

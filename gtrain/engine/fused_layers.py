@@ -22,7 +22,7 @@ from gtrain.engine.constants import Constants
 from gtrain.engine.edges import EdgeBlocks
 from gtrain.engine.halo import incremental
 from gtrain.engine.linear import LinearCall, PackedSums, aggregate
-from gtrain.engine.precision import add_product, column_sums, product_dtype, sum_dtype, without_autocast
+from gtrain.engine.precision import add_product, column_sums, product_dtype, rows_at_once, sum_dtype, without_autocast
 from gtrain.engine.propagate_call import reduction
 from gtrain.engine.schedule import Schedule
 from gtrain.nn.compressed import CompressedMatrix, is_compressed, with_gradient
@@ -32,7 +32,6 @@ from gtrain.nn.dropout import Mask
 Layers = tuple[Tensor, Tensor | None, Tensor]
 """W_l [out, in], b [out] or None, W_r [out, in]."""
 
-_ROWS = 1 << 12  # gathered at once
 _SUM_COST = 8  # of adding one number of a row, in multiplications of a dense product
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """x [num_sources, in], W [H * C, in], attention vectors [1, H, C] of sources and targets, bias [H * C] or None."""
@@ -186,10 +185,10 @@ class _TransformThenSum(torch.autograd.Function):
                 # Of equal width, it overwrites the gradient that it is computed from.
                 same = left.size(0) == left.size(1) and dsent.dtype == ctx.x_dtype
                 dx = dsent if same else torch.empty_like(x, dtype=ctx.x_dtype)
-            first = 0
+            first, count = 0, rows_at_once(x)
             for until in packed.receive_by_rows():
-                for low in range(first, until, _ROWS):
-                    part = slice(low, min(low + _ROWS, until))
+                for low in range(first, until, count):
+                    part = slice(low, min(low + count, until))
                     drows = dsent[part].to(x.dtype)
                     add_product(dleft, drows.t(), x[part])
                     if dx is not None:
@@ -314,7 +313,7 @@ class _Layer(torch.autograd.Function):
 
         def transform(low: int, high: int) -> None:
             # Rows that are converted are still in the cache when they are read again.
-            step = high - low if dtype == exact == x.dtype else _ROWS
+            step = high - low if dtype == exact == x.dtype else rows_at_once(x)
             for first in range(low, high, max(step, 1)):
                 piece = slice(first, min(first + step, high))
                 part = rows[piece].flatten(1)
@@ -422,7 +421,7 @@ class DenseGradients:
         if self._needed and self.dx is None:
             same = drows.size(1) == self._x.size(1) and drows.dtype == self._x.dtype
             self.dx = drows if same else torch.empty_like(self._x)
-        for part in _parts(rows, len(drows)):
+        for part in _parts(rows, drows):
             x, of_part = (_take(tensor, part).to(self._weight.dtype) for tensor in (self._x, drows))
             dsource, dtarget = _take(attention.dsource, part), _take(attention.dtarget, part)
             if len(dtarget) < len(dsource):  # sources that are no targets
@@ -443,11 +442,12 @@ class DenseGradients:
         return self._dweight.addmm_(self._vectors, self._logits_x), weight @ self._logits_x.t()
 
 
-def _parts(rows: Tensor | None, count: int) -> Iterator[slice | Tensor]:
+def _parts(rows: Tensor | None, of: Tensor) -> Iterator[slice | Tensor]:
+    count = rows_at_once(of)
     if rows is None:
-        yield from (slice(start, start + _ROWS) for start in range(0, count, _ROWS))
+        yield from (slice(start, start + count) for start in range(0, len(of), count))
     else:
-        yield from rows.split(_ROWS)
+        yield from rows.split(count)
 
 
 def _take(tensor: Tensor, part: slice | Tensor) -> Tensor:

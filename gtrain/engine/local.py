@@ -28,14 +28,16 @@ from torch_geometric.nn.conv import (
 )
 
 from gtrain.engine.constants import Constants, version_of
-from gtrain.engine.edges import EdgeBlock, EdgeBlocks
+from gtrain.engine.edges import EdgeBlock, EdgeBlocks, count_of
 from gtrain.engine.fused_layers import FusedLayers, count_hop
 from gtrain.engine.halo import HaloExchange
 from gtrain.engine.normalize import exact_gcn_norm
 from gtrain.engine.patching import MethodPatches, PatchedFunctions, RelationalConv
+from gtrain.engine.precision import in_autocast
 from gtrain.engine.propagate import DeferredCoefficients, Propagation
 from gtrain.engine.schedule import Schedule
 from gtrain.graph.shard.nodes import ShardNodes
+from gtrain.kernels.available import has_triton
 from gtrain.nn.compressed import CompressedMatrix
 from gtrain.nn.dropout import DropoutRows, current_position, edge_ids, resumed_at
 from gtrain.strategy.group import Group
@@ -160,14 +162,19 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _served(tensors: list[Tensor]) -> bool:
-    """Whether kernels take these tensors: dense, on the CPU, of one of their dtypes; autocast's too is one of them."""
-    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else _DTYPES[0]
-    if torch.compiler.is_compiling() or autocast not in _DTYPES:
+    """Whether kernels take these tensors: dense, on one device that has kernels, of one of their dtypes.
+
+    Autocast's dtype too is one of them.
+    """
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if torch.compiler.is_compiling() or not (device.type == "cpu" or (device.type == "cuda" and has_triton())):
+        return False
+    if in_autocast(device.type) and torch.get_autocast_dtype(device.type) not in _DTYPES:
         return False
     return all(
         type(tensor) in (Tensor, nn.Parameter, CompressedMatrix)
         and tensor.layout == torch.strided
-        and tensor.device.type == "cpu"
+        and tensor.device == device
         and (tensor.dtype in _DTYPES or not tensor.is_floating_point())
         for tensor in tensors
     )
@@ -257,17 +264,20 @@ class LocalEdges:
     def _sorted(self, edge_index: Tensor) -> EdgeBlocks:
         source, target = edge_index.detach()
         count = edge_index.size(1)
-        # Compiled loops do not check what they read.
-        if count and (
+        # Compiled loops do not check what they read. A GPU checks without the host, which would wait for it.
+        if edge_index.is_cuda:
+            inside = (edge_index >= 0).all() & (source < self.num_sources).all() & (target < self.num_targets).all()
+            torch._assert_async(inside, "'edge_index' names nodes that do not exist")
+        elif count and (
             int(edge_index.min()) < 0 or int(source.max()) >= self.num_sources or int(target.max()) >= self.num_targets
         ):
             raise IndexError(
                 f"'edge_index' names nodes from {int(edge_index.min())} to {int(source.max())} (sources) and "
                 f"{int(target.max())} (targets), of {self.num_sources} and {self.num_targets} nodes."
             )
-        ids = torch.arange(count, dtype=torch.int32)
+        ids = torch.arange(count, dtype=torch.int32, device=edge_index.device)
         block = EdgeBlock(ids, source, target, self.num_sources, self.num_targets)
-        in_degree = torch.bincount(target, minlength=self.num_targets)
+        in_degree = count_of(target, self.num_targets)
         targets = LocalNodes(self.num_targets, 1)
         return EdgeBlocks(self.exchange, [block], self.num_targets, count, in_degree, targets)
 

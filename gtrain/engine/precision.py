@@ -7,13 +7,18 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-_ROWS = 1 << 12
+_ROWS, _DEVICE_ROWS = 1 << 12, 1 << 16
 LOW = (torch.bfloat16, torch.float16)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which numbers of ``dtype`` are summed: at least float32."""
     return torch.float32 if dtype in LOW else dtype
+
+
+def rows_at_once(x: Tensor) -> int:
+    """Return how many rows of ``x`` a computation takes at a time: as many as the cache holds, or on a GPU many."""
+    return _ROWS if x.device.type == "cpu" else _DEVICE_ROWS
 
 
 def in_autocast(device: str) -> bool:
@@ -63,6 +68,6 @@ def column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
     if rows.dtype == sum_dtype(rows.dtype):
         return rows.sum(0, dtype=dtype)
     total = rows.new_zeros(rows.size(1), dtype=sum_dtype(rows.dtype))
-    for part in rows.split(_ROWS):
+    for part in rows.split(rows_at_once(rows)):
         total += part.sum(0, dtype=total.dtype)
     return total.to(dtype)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.conv import MessagePassing
 
+from gtrain.kernels.available import has_triton
 from gtrain.kernels.splitmix import GOLDEN, MIX_1, MIX_2, key
 from gtrain.nn.compressed import CompressedMatrix, address_of, as_dense, is_compressed
 from gtrain.protocols import batch_entry
@@ -94,7 +95,7 @@ class Mask(NamedTuple):
         count = ids.long()[rows.row_of_entry()] * words + column // 2
         bits = _mix(count * _signed(GOLDEN) + _signed(self.stream))
         bits = torch.where(column % 2 == 0, bits & 0xFFFFFFFF, (bits >> 32) & 0xFFFFFFFF)
-        return x.with_values(values * ((bits >= self.threshold) * self.scale).to(dtype), dtype)
+        return x.with_values(values * ((bits >= self.threshold).to(dtype) * self.scale), dtype)
 
     def drop(self, x: Tensor, ids: Tensor, *, inplace: bool = False) -> Tensor:
         """Return ``x`` ``[n, ...]`` times its mask over ``1 - p``, without a gradient.
@@ -113,11 +114,15 @@ class Mask(NamedTuple):
 
             threshold, scale = np.uint32(min(self.threshold, (1 << 32) - 1)), _COMPILED[rows.dtype](self.scale)
             drop(flat.numpy(), flat_out.numpy(), ids.numpy(), np.uint64(self.stream), threshold, scale)
+        elif rows.is_cuda and has_triton():
+            from gtrain.nn import dropout_device
+
+            dropout_device.drop(flat, flat_out, ids, self.stream, self.threshold, self.scale)
         else:
             chunk = max(_CHUNK // max(flat.size(1), 1), 1)
             for low in range(0, len(ids), chunk):
                 part = slice(low, low + chunk)
-                flat_out[part] = flat[part] * (self.not_dropped(ids[part], flat.size(1)) * self.scale).to(x.dtype)
+                flat_out[part] = flat[part] * (self.not_dropped(ids[part], flat.size(1)).to(x.dtype) * self.scale)
         return x.detach().copy_(out) if inplace and copied else out
 
 

@@ -148,7 +148,7 @@ class Group:
         """Post a send of a contiguous tensor, which must not change before :meth:`Transfer.wait` returns."""
         self.counters.sent(tensor.nbytes)
         # On the CPU this is the same memory; on a GPU it is a copy, which the transfer keeps alive.
-        staged = tensor.detach().cpu()
+        staged = _on_host(tensor.detach())
         return Transfer(self, f"wait: send to rank {to}", self.mesh.send(_bytes(staged), to, tag), staged)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Transfer:
@@ -157,7 +157,7 @@ class Group:
         name = f"wait: receive from rank {source}"
         if tensor.device.type == "cpu":
             return Transfer(self, name, self.mesh.receive(_bytes(tensor), source, tag), tensor)
-        staged = torch.empty_like(tensor, device="cpu")
+        staged = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         return Transfer(self, name, self.mesh.receive(_bytes(staged), source, tag), staged, tensor)
 
     def watch(self, rank: int, done_within: Callable[[float], bool]) -> None:
@@ -183,12 +183,12 @@ class Group:
             return tensor
         self.counters.sent(tensor.nbytes)
         self.counters.received(tensor.nbytes)
-        host = tensor.detach().cpu().contiguous()
+        host = _on_host(tensor.detach()).contiguous()
         with self._collective("all-reduce"):
             self._reduce(host.view(-1), _OPS[op])
         # On the CPU a contiguous tensor was reduced in place.
         if host.data_ptr() != tensor.data_ptr():
-            tensor.copy_(host)
+            tensor.copy_(host, non_blocking=True)
         return tensor.div_(self.size) if op in ("mean", "avg") else tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -348,6 +348,16 @@ class Group:
         with self.counters.span(f"wait: {name}"):
             yield
         self.counters.waited(start, start)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a tensor of the CPU as it is, and a copy of a GPU's in pinned memory, to which it copies fastest."""
+    if not tensor.is_cuda:
+        return tensor.cpu()
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return host
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -63,8 +64,10 @@ class SingleStrategy(GraphStrategy):
             batch = hetero_batch(shard, loader.store, self.dtype)
         else:
             batch = graph_batch(shard, self.dtype)
-        self._engine.add_constants(value for stored in batch.stores for value in stored.values())
-        return _Steps(loader, batch)
+        # Moved once, so that all steps share the tensors of the device; Lightning moves only the seeds of a step.
+        whole = copy.copy(batch).to(self.root_device)
+        self._engine.add_constants(value for stored in whole.stores for value in stored.values())
+        return _Steps(loader, whole, batch)
 
     def install(self, module: Module) -> None:
         if self.settings.layers == "auto":
@@ -78,10 +81,16 @@ class SingleStrategy(GraphStrategy):
 
 
 class _Steps:
-    """Batches of the whole graph, one for each group of seeds in the loader's order."""
+    """Batches of the whole graph, one for each group of seeds in the loader's order.
 
-    def __init__(self, loader: SeedLoader, whole: Data | HeteroData) -> None:
-        self._loader, self._whole = loader, whole
+    Args:
+        loader: says which seeds.
+        whole: the graph on the device of the run.
+        host: the graph on the CPU, from which seeds are chosen.
+    """
+
+    def __init__(self, loader: SeedLoader, whole: Data | HeteroData, host: Data | HeteroData) -> None:
+        self._loader, self._whole, self._host = loader, whole, host
         self._seeds: Tensor | EdgeSeeds | None = None
 
     def __len__(self) -> int:
@@ -89,5 +98,5 @@ class _Steps:
 
     def __iter__(self) -> Iterator[Data | HeteroData]:
         if self._seeds is None:
-            self._seeds = self._loader.seeds(self._whole)
+            self._seeds = self._loader.seeds(self._host)
         return self._loader.steps(self._whole, self._seeds)

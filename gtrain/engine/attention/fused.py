@@ -50,7 +50,7 @@ from gtrain.engine.kernels import (
     attention_finish,
     attention_forward,
 )
-from gtrain.engine.precision import sum_dtype, without_autocast
+from gtrain.engine.precision import rows_at_once, sum_dtype, without_autocast
 from gtrain.engine.schedule import Schedule
 from gtrain.nn.dropout import Mask
 
@@ -58,7 +58,6 @@ from gtrain.nn.dropout import Mask
 MOST_ROWS = 1 << 12
 LEAST_ROWS = 1 << 9  # the last messages are small, so that little work remains after their arrival
 
-_CHUNK = 1 << 13  # rows of a product that are in memory at once
 RowDots = Callable[[Tensor, int, int], None]
 """Computes the rows ``low .. high-1`` of a tensor, given the tensor, ``low`` and ``high``."""
 CompleteRows = Callable[["AttentionBackward", Tensor | None], None]
@@ -443,8 +442,9 @@ class AttentionBackward:
 
 def row_dots(a: Tensor, b: Tensor, out: Tensor, low: int, high: int) -> None:
     """Compute the rows ``low .. high-1`` of ``out[i, h] = <a[i, h], b[i, h]>``, [n, H], in chunks."""
-    for start in range(low, high, _CHUNK):
-        part = slice(start, min(start + _CHUNK, high))
+    count = 2 * rows_at_once(a)
+    for start in range(low, high, count):
+        part = slice(start, min(start + count, high))
         torch.sum(a[part] * b[part], -1, dtype=out.dtype, out=out[part])
 
 

@@ -33,7 +33,7 @@ from gtrain.engine.edges import CompressedEdges
 from gtrain.engine.kernels import plain
 from gtrain.engine.kernels.plain import AttentionGradients, AttentionInputs, AttentionState, TargetGradients
 from gtrain.engine.kernels.rows import add_scaled, data, dot_and_add_scaled, prefetch_row, scale_by
-from gtrain.engine.kernels.threads import as_numpy, row_ranges, run_over_rows, runs_compiled
+from gtrain.engine.kernels.threads import as_numpy, form_for, row_ranges, run_over_rows, runs_compiled
 from gtrain.engine.precision import sum_dtype
 from gtrain.kernels.exponential import exp_all
 from gtrain.kernels.options import FAST, inlined
@@ -78,7 +78,7 @@ def attention_forward(block: CompressedEdges, inputs: AttentionInputs, state: At
     if runs_compiled(inputs[1:3], state, inputs[:1]):
         run_over_rows(block, _forward, *inputs[:4], state, KernelDropout.of(inputs.dropout))
     else:
-        plain.attention_forward(block, inputs, state)
+        form_for(inputs.x).attention_forward(block, inputs, state)
 
 
 def attention_finish(state: AttentionState) -> Tensor:
@@ -105,7 +105,7 @@ def attention_backward(
         gradients: added to in place.
     """
     if not runs_compiled([*inputs[1:3], *saved[:2]], gradients, [inputs.x, saved.gradient]):
-        return plain.attention_backward(block, inputs, saved, gradients)
+        return form_for(inputs.x).attention_backward(block, inputs, saved, gradients)
     # a target's four numbers for a head share a cache line; threads meet at targets, so each has a copy to add to
     packed = torch.stack([inputs.target, saved.lse, saved.delta, torch.zeros_like(saved.delta)], dim=1)  # [T, 4, H]
     ranges = row_ranges(block, per_thread=1)

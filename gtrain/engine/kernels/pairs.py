@@ -29,7 +29,6 @@ from numba import njit
 from torch import Tensor
 
 from gtrain.engine.edges import CompressedEdges
-from gtrain.engine.kernels import plain
 from gtrain.engine.kernels.attention import (
     EDGE_GROUP,
     KernelDropout,
@@ -49,7 +48,7 @@ from gtrain.engine.kernels.rows import (
     leaky_dot,
     prefetch_row,
 )
-from gtrain.engine.kernels.threads import as_numpy, row_ranges, run_in_threads, run_over_rows, runs_compiled
+from gtrain.engine.kernels.threads import as_numpy, form_for, row_ranges, run_in_threads, run_over_rows, runs_compiled
 from gtrain.kernels.exponential import exp_all
 from gtrain.kernels.options import FAST, inlined
 from gtrain.nn.dropout import NO_DROPOUT
@@ -76,7 +75,7 @@ def pair_forward(block: CompressedEdges, inputs: PairInputs, state: AttentionSta
         dropout = KernelDropout.of(inputs.dropout)
         run_over_rows(block, _forward, _Rows(*inputs[:4]), inputs.factor, state, dropout)
     else:
-        plain.pair_forward(block, inputs, state)
+        form_for(inputs.key).pair_forward(block, inputs, state)
 
 
 def pair_backward(
@@ -95,7 +94,7 @@ def pair_backward(
         gradients: added to in place.
     """
     if not runs_compiled([*inputs[:4], *saved], gradients):
-        return plain.pair_backward(by_source, inputs, saved, gradients)
+        return form_for(inputs.key).pair_backward(by_target, by_source, inputs, saved, gradients)
     rows, saved, sums = _Rows(*map(as_numpy, inputs[:4])), as_numpy(saved), as_numpy(gradients)
     dropout = KernelDropout.of(inputs.dropout)
     for block, at_sources in ((by_target, False), (by_source, True)):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import leaky_relu
 
 from gtrain.engine.edges import CompressedEdges
+from gtrain.engine.precision import sum_dtype
 from gtrain.nn.dropout import Mask
 
 CHUNK_NUMBERS = 1 << 24  # in the messages of a chunk: 64 MiB of float32
@@ -140,6 +141,11 @@ def _chunks(block: CompressedEdges, x: Tensor) -> Iterator[Chunk]:
 
 def spmm(block: CompressedEdges, x: Tensor, out: Tensor, weight: Tensor | None) -> None:
     """See :func:`.sums.spmm`."""
+    if out.dtype != sum_dtype(out.dtype):
+        total = out.to(sum_dtype(out.dtype))
+        spmm(block, x, total, weight)
+        out.copy_(total)
+        return
     for chunk in _chunks(block, x):
         messages = x.index_select(0, chunk.columns)
         if weight is not None:
@@ -227,9 +233,13 @@ def attention_backward(
 
 
 def pair_backward(
-    by_source: CompressedEdges, inputs: PairInputs, saved: TargetGradients, gradients: PairGradients
+    by_target: CompressedEdges,
+    by_source: CompressedEdges,
+    inputs: PairInputs,
+    saved: TargetGradients,
+    gradients: PairGradients,
 ) -> None:
-    """See :func:`.pairs.pair_backward`; one pass computes all gradients."""
+    """See :func:`.pairs.pair_backward`; one pass by source computes all gradients."""
     key, value, query, weight, factor, dropout = inputs
     infinite = float("-inf")
     for chunk in _chunks(by_source, value):

@@ -13,10 +13,9 @@ from numba import njit
 from torch import Tensor
 
 from gtrain.engine.edges import CompressedEdges
-from gtrain.engine.kernels import plain
 from gtrain.engine.kernels.plain import ExtremeState
 from gtrain.engine.kernels.rows import add, add_scaled, copy, data, dot, prefetch_row
-from gtrain.engine.kernels.threads import run_over_rows, runs_compiled
+from gtrain.engine.kernels.threads import form_for, run_over_rows, runs_compiled
 from gtrain.engine.precision import sum_dtype
 from gtrain.kernels.options import inlined
 
@@ -32,12 +31,8 @@ def spmm(block: CompressedEdges, x: Tensor, out: Tensor, weight: Tensor | None =
     """
     if runs_compiled([weight], [out], [x], rounds=True):
         run_over_rows(block, _spmm_rounded if out.dtype == torch.bfloat16 else _spmm, x, out, weight)
-    elif out.dtype == torch.bfloat16:
-        total = out.float()
-        plain.spmm(block, x, total, weight)
-        out.copy_(total)
     else:
-        plain.spmm(block, x, out, weight)
+        form_for(x).spmm(block, x, out, weight)
 
 
 def sddmm(block: CompressedEdges, a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -52,7 +47,7 @@ def sddmm(block: CompressedEdges, a: Tensor, b: Tensor, out: Tensor) -> None:
     if runs_compiled([], [out], [a, b]):
         run_over_rows(block, _sddmm, a, b, out)
     else:
-        plain.sddmm(block, a, b, out)
+        form_for(a).sddmm(block, a, b, out)
 
 
 def load_sums(edge: CompressedEdges, dtype: torch.dtype) -> None:
@@ -148,7 +143,7 @@ def extreme_forward(block: CompressedEdges, x: Tensor, largest: bool, state: Ext
     if runs_compiled([x], state):
         run_over_rows(block, _extreme_forward, x, largest, state)
     else:
-        plain.extreme_forward(block, x, largest, state)
+        form_for(x).extreme_forward(block, x, largest, state)
 
 
 def extreme_backward(block: CompressedEdges, x: Tensor, out: Tensor, share: Tensor, dx: Tensor) -> None:
@@ -164,7 +159,7 @@ def extreme_backward(block: CompressedEdges, x: Tensor, out: Tensor, share: Tens
     if runs_compiled([x, out, share], [dx]):
         run_over_rows(block, _extreme_backward, x, out, share, dx)
     else:
-        plain.extreme_backward(block, x, out, share, dx)
+        form_for(x).extreme_backward(block, x, out, share, dx)
 
 
 @inlined()

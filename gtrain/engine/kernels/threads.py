@@ -1,9 +1,10 @@
-"""Which tensors the compiled loops take, and how the rows of a block are divided among threads."""
+"""Which tensors the compiled loops take and which kernels the others, and how rows are divided among threads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from gtrain.engine.edges import CompressedEdges
+from gtrain.engine.kernels import plain
+from gtrain.kernels.available import has_triton
 from gtrain.kernels.threads import num_threads, run_in_threads
 
 _RANGE_EDGES = 1 << 13  # fewer edges are not worth another thread
@@ -35,6 +38,18 @@ def runs_compiled(
     if any(t.dtype == torch.bfloat16 for t in exact) or any(t.device.type != "cpu" for t in tensors):
         return False
     return {t.dtype for t in tensors} in _NUMBERS and all(t.is_contiguous() for t in outputs)
+
+
+def form_for(x: Tensor) -> Any:
+    """Return the kernels that run on the device of ``x``, where compiled loops do not: in Triton, or in plain torch."""
+    return device_kernels() if x.is_cuda and x.is_floating_point() and has_triton() else plain
+
+
+def device_kernels() -> ModuleType:
+    """Return the kernels in Triton, which this imports."""
+    from gtrain.engine.kernels import device
+
+    return device
 
 
 def as_numpy(value: Any) -> Any:
