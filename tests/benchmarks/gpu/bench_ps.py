@@ -4,8 +4,8 @@
 
 Two workers, which share the GPU, and two servers; n = 2^20 features, Zipf ids, 72 nonzeros a row, row-wise Adagrad: the
 workload of ``tests/benchmarks/bench_ps.py``, with 512 rows per worker and 52 columns; and a deep one of 2048 rows, 2^17
-features, 256 columns and eight layers. Each command runs as a user runs it; the fastest epoch counts. ``cores`` are those that the
-command may use: all of them, or two.
+features, 256 columns and eight layers. Each command runs as a user runs it; the fastest epoch counts. ``cores`` are
+those that the command may use: all of them, or two.
 
 Prints one JSON object per reading; the last compare where the products of fetched rows are computed.
 """
