@@ -10,9 +10,10 @@ unused are returned to the system.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,39 @@ from torch import Tensor
 from gtrain.memory.pages import address_of, map_private
 from gtrain_pyg.peers import Array
 
+log = logging.getLogger(__name__)
+
 SMALL_BYTES = 32 << 10
 """numpy allocates smaller arrays itself: malloc reuses their memory."""
 _SIZES_PER_OCTAVE = 4  # sizes of blocks from one power of 2 to the next
 _LARGER_SIZES = 2  # a free block of up to this many sizes larger is taken
 _SWEEP_INTERVAL = 256  # arrays between two sweeps: those of some six batches
 
+Memory = tuple[Any, int]
+"""An object that keeps memory allocated, and the memory's address."""
+
+
+def private_memory(nbytes: int) -> Memory:
+    """Allocate anonymous memory of this process."""
+    memory, start = map_private(nbytes)
+    return memory, address_of(memory) + start
+
+
+def pinned_memory(nbytes: int) -> Memory:
+    """Allocate page-locked memory, which a GPU reads while the CPU goes on; ordinary memory if none is left."""
+    try:
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        log.warning("no page-locked memory of %d bytes (%s): copies to the GPU will take longer", nbytes, error)
+        return private_memory(nbytes)
+    return memory, memory.data_ptr()
+
 
 class BufferPool:
     """Allocates uninitialised arrays and tensors whose memory is reused once unreferenced. Threads may share a pool.
+
+    Args:
+        allocate: allocates the memory of a block.
 
     Example:
         >>> pool = BufferPool()
@@ -45,7 +70,8 @@ class BufferPool:
         True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], Memory] = private_memory) -> None:
+        self._allocate = allocate
         self._free: dict[int, deque[_Block]] = {}
         self._fewest: dict[int, int] = {}  # by size, the minimum of free blocks since the last sweep
         self._allocations = 0
@@ -104,7 +130,7 @@ class BufferPool:
                 return block
         self._free.setdefault(size, deque())
         self._fewest[size] = 0
-        return _Block(size)
+        return _Block(size, *self._allocate(size))
 
     def _sweep(self) -> None:
         """Free the blocks that stayed unused since the last sweep, such as those of unusually large batches."""
@@ -116,14 +142,12 @@ class BufferPool:
 
 
 class _Block:
-    """Anonymous memory of this process."""
+    """Memory of one array at a time."""
 
     __slots__ = ("_memory", "address", "size")
 
-    def __init__(self, size: int) -> None:
-        self._memory, start = map_private(size)
-        self.size = size
-        self.address = address_of(self._memory) + start
+    def __init__(self, size: int, memory: Any, address: int) -> None:
+        self.size, self._memory, self.address = size, memory, address
 
 
 class _BlockOwner:

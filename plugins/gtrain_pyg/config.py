@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gtrain.config import LAYERS, StrategyConfig
+from gtrain.errors import ConfigError
 from gtrain.settings import setting
 
 
@@ -56,8 +57,18 @@ class PygConfig(StrategyConfig):
             "bfloat16": "half the bytes, not exact, with float32's range",
         },
     )
+    device_cache: Any = setting(
+        "auto",
+        "rows that a GPU holds for all batches, those that they are likeliest to need, in bytes; 0: none; `auto`: at "
+        "most half of the memory that is free when training starts, divided by the ranks that share the GPU",
+        type="int or str",
+        unit="bytes",
+    )
     prefetch: int = setting(
-        2, "batches prepared ahead of the training step; 0: each on demand", least=0, unit="batches"
+        2,
+        "batches prepared ahead of the training step, or copied ahead to the GPU; 0: each on demand",
+        least=0,
+        unit="batches",
     )
     lookahead: int = setting(
         32,
@@ -68,7 +79,7 @@ class PygConfig(StrategyConfig):
     )
     threads: int | None = setting(
         None,
-        "sampling threads of a rank; null: its share of the machine's cores",
+        "sampling threads of a rank; null: its share of the machine's cores, less 2 and at most 16 with a GPU",
         least=1,
         unit="threads",
     )
@@ -83,6 +94,19 @@ class PygConfig(StrategyConfig):
     trim: bool = setting(True, "skip in each layer the nodes and edges that the seeds' scores no longer depend on")
     request_seconds: float = setting(300.0, "time limit of one request to another rank", above=0, unit="seconds")
     layers: str = setting("auto", "how convolutions of PyG run", words=LAYERS)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.device_cache not in ("auto", None) and not str(self.device_cache).isdecimal():
+            raise ConfigError(
+                f"strategy.device_cache={self.device_cache} was set; it must be auto, or 0 or more bytes.",
+                hint="auto is the default.",
+            )
+
+    @property
+    def device_bytes(self) -> int | None:
+        """``device_cache`` as a number; None: ``auto``."""
+        return None if self.device_cache in ("auto", None) else int(self.device_cache)
 
     @property
     def hops(self) -> int | None:

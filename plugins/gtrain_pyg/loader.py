@@ -2,7 +2,10 @@
 
 While step i trains, the remote rows of batch i+1 are in transit and threads sample the batches after it. A batch is
 assembled when the trainer asks for it or, with ``overlap``, beside the previous step, which needs memory for a second
-batch. The settings of the pipeline do not change the content of a batch.
+batch.
+
+Batches for a GPU are sampled and assembled by threads, several at a time, and one thread copies them in order
+(:mod:`gtrain_pyg.device`). The settings of the pipeline do not change the content of a batch.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.data.batches.loader import SeedLoader, prefetched
 from gtrain.memory.heap import trim_heap
 from gtrain.strategy.counters import Counters
+from gtrain_pyg.device import BatchMover, HostBatch
+from gtrain_pyg.features.device_cache import CachedRows
 from gtrain_pyg.features.feature_store import FeatureStore, PendingBatch, Prefetcher
 from gtrain_pyg.peers import Array, NodeOrEdgeType
 from gtrain_pyg.sampling.sampler import DistributedSampler, Subgraph
@@ -30,6 +35,7 @@ Job = TypeVar("Job")
 Sample = TypeVar("Sample")
 Rows = TypeVar("Rows")
 Batch = TypeVar("Batch")
+Moved = TypeVar("Moved")
 
 
 def pipelined(
@@ -86,16 +92,93 @@ def pipelined(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+def pipelined_copies(
+    jobs: Iterable[Job],
+    sample: Callable[[Job], Sample],
+    prefetch: Callable[[Sample], Rows],
+    assemble: Callable[[Job, Sample, Rows], Batch],
+    move: Callable[[Batch], Moved],
+    *,
+    threads: int = 1,
+    ahead: int = 2,
+    in_order: bool = True,
+) -> Generator[Moved]:
+    """Yield a batch on a device for each job, in order; exceptions of the stages are raised here.
+
+    Of the batches that are not taken, ``ahead`` are with the thread that copies, and ``threads`` are being made.
+
+    Args:
+        jobs: what to make batches of.
+        sample, assemble: as for :func:`pipelined`; called by several threads at once, for different jobs.
+        prefetch: sends the requests of a batch.
+        move: copies a batch to the device; called in the order of the jobs.
+        threads: threads that sample and assemble.
+        ahead: batches that are copied ahead; 0 prepares each batch on demand and starts no thread.
+        in_order: call ``prefetch`` in the order of the jobs. Otherwise one call makes a batch; without requests, the
+            order does not matter.
+    """
+    if not ahead:
+        for job in jobs:
+            drawn = sample(job)
+            yield move(assemble(job, drawn, prefetch(drawn)))
+        return
+    workers = ThreadPoolExecutor(threads, "gtrain-sample")
+    fetcher, copier = ThreadPoolExecutor(1, "gtrain-fetch"), ThreadPoolExecutor(1, "gtrain-copy")
+
+    def make(job: Job) -> Batch:
+        drawn = sample(job)
+        return assemble(job, drawn, prefetch(drawn))
+
+    def fetch(job: Job, drawn: Future[Sample]) -> Future[Batch]:
+        sampled = drawn.result()
+        return workers.submit(assemble, job, sampled, prefetch(sampled))
+
+    def start(job: Job) -> Callable[[], Batch]:
+        """Start making a batch; return what waits for it."""
+        if not in_order:
+            return workers.submit(make, job).result
+        fetching = fetcher.submit(fetch, job, workers.submit(sample, job))
+        return lambda: fetching.result().result()
+
+    queue = iter(jobs)
+    started: deque[Callable[[], Batch]] = deque()
+    copying: deque[Future[Moved]] = deque()
+
+    def refill() -> None:
+        missing = ahead + threads - len(started) - len(copying)
+        started.extend(start(job) for job in itertools.islice(queue, missing))
+        while started and len(copying) < ahead:
+            copying.append(copier.submit(_copy, started.popleft(), move))
+
+    try:
+        refill()
+        while copying:
+            moved = copying.popleft().result()
+            refill()
+            yield moved
+            del moved  # its memory serves a later batch
+    finally:
+        # A thread may still wait for a peer's reply; the request's deadline ends it.
+        for pool in (workers, fetcher, copier):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _copy(made: Callable[[], Batch], move: Callable[[Batch], Moved]) -> Moved:
+    return move(made())
+
+
 @dataclass(frozen=True)
 class PrefetchPlan:
     """How batches are prepared ahead.
 
     Attributes:
         threads: sampling threads.
-        prefetch: batches that are sampled and whose remote rows are fetched ahead; 0 prepares each on demand.
+        prefetch: batches that are sampled and whose remote rows are fetched ahead, or that are on the device ahead; 0
+            prepares each on demand.
         lookahead: window of successive batches; a remote row that several of them need is requested once.
         overlap: assemble a batch while the previous one is in use.
         trim: whether layers may leave out what the seeds' results do not depend on.
+        remote: whether rows may have to be requested from other ranks.
     """
 
     threads: int = 1
@@ -103,6 +186,11 @@ class PrefetchPlan:
     lookahead: int = 1
     overlap: bool = False
     trim: bool = True
+    remote: bool = True
+
+
+Fetched = tuple[PendingBatch, dict[NodeOrEdgeType, CachedRows]]
+"""The rows of a batch that host memory provides, and those that the device has."""
 
 
 class SampledBatches:
@@ -117,6 +205,7 @@ class SampledBatches:
         ranks: this rank, and the number of ranks.
         counters: count the time spent waiting for a batch.
         on_batch: called with each batch just before it is yielded.
+        mover: moves batches to a device; None: they stay in host memory.
     """
 
     def __init__(
@@ -129,9 +218,10 @@ class SampledBatches:
         ranks: tuple[int, int],
         counters: Counters,
         on_batch: Callable[[Data | HeteroData], None] = lambda batch: None,
+        mover: BatchMover | None = None,
     ) -> None:
         self._loader, self._source, self._sampler, self._features = loader, source, sampler, features
-        self._plan, self._counters, self._on_batch = plan, counters, on_batch
+        self._plan, self._counters, self._on_batch, self._mover = plan, counters, on_batch, mover
         self._rank, self._world = ranks
         self._skip = self._yielded = 0
         self._epoch = loader.epoch
@@ -144,17 +234,7 @@ class SampledBatches:
         self._epoch = self._loader.next_epoch()
         self._yielded, self._skip = self._skip, 0
         trim_heap()
-        plan = self._plan
-        pipeline = pipelined(
-            self.steps(self._epoch)[self._yielded :],
-            self._sample,
-            partial(self._prefetch, self._features.prefetcher(plan.lookahead)),
-            self._assemble,
-            threads=plan.threads,
-            ahead=plan.prefetch,
-            overlap=plan.overlap,
-        )
-        with closing(pipeline) as batches:
+        with closing(self._batches(self.steps(self._epoch)[self._yielded :])) as batches:
             while True:
                 with self._counters.span("wait: batch"):
                     batch = next(batches, None)
@@ -186,6 +266,36 @@ class SampledBatches:
 
     # -------------------------------------------------------------------------------------------------- stages
 
+    def _batches(self, steps: Sequence[Step]) -> Generator[Data | HeteroData]:
+        plan, mover = self._plan, self._mover
+        if mover is None:
+            yield from pipelined(
+                steps,
+                self._sample,
+                partial(self._prefetch, self._features.prefetcher(plan.lookahead)),
+                self._assemble,
+                threads=plan.threads,
+                ahead=plan.prefetch,
+                overlap=plan.overlap,
+            )
+            return
+        # The device converts the rows that it receives.
+        prefetcher = self._features.prefetcher(plan.lookahead, as_stored=True) if plan.remote else None
+        moved = pipelined_copies(
+            steps,
+            self._sample,
+            partial(self._fetch, prefetcher, mover),
+            self._assemble_for_device,
+            mover,
+            threads=plan.threads,
+            ahead=plan.prefetch,
+            in_order=plan.remote,
+        )
+        with closing(moved):
+            for batch in moved:
+                yield batch.take()
+                del batch
+
     def _sample(self, step: Step) -> Subgraph:
         roots = self._source.roots(step)
         return self._sampler.sample(roots.ids, epoch=step.epoch, batch=step.batch, seed_time=roots.time)
@@ -202,3 +312,21 @@ class SampledBatches:
         fields = self._source.fields(step, subgraph)
         hetero = self._loader.store.is_hetero
         return make_batch(subgraph, pending.get(), fields, hetero=hetero, trim=self._plan.trim)
+
+    def _fetch(self, prefetcher: Prefetcher | None, mover: BatchMover, subgraph: Subgraph) -> Fetched:
+        """Request the remote rows that the device does not have. Without a prefetcher, threads may call this freely."""
+        ids: dict[NodeOrEdgeType, Array] = dict(subgraph.node.items())
+        ids.update(subgraph.edge.items())
+        subgraph.edge.clear()
+        cached: dict[NodeOrEdgeType, CachedRows] = {}
+        features = self._features
+        if mover.cache is not None:
+            needed = sum(rows.size for rows in ids.values())
+            cached, ids = mover.cache.split(ids, features.pool)
+            features.counts.on_device += needed - sum(rows.size for rows in ids.values())
+        prefetcher = prefetcher or features.prefetcher(1, as_stored=True)
+        return prefetcher.prefetch(ids), cached
+
+    def _assemble_for_device(self, step: Step, subgraph: Subgraph, fetched: Fetched) -> HostBatch:
+        pending, cached = fetched
+        return HostBatch(self._assemble(step, subgraph, pending), cached)

@@ -94,7 +94,7 @@ def make_batch(
         edges = batch[edge_type] if hetero else batch
         edges.edge_index = as_tensor(index)
         for name, tensor in rows.get(edge_type, {}).items():
-            edges["e_id" if name == "edge_id" else name] = tensor  # PyG's name
+            edges[batch_name(name)] = tensor
         edges.num_sampled_edges = subgraph.num_sampled_edges[edge_type]
     for name, value in seeds.entries.items():
         batch[name] = value
@@ -108,6 +108,11 @@ def make_batch(
     if hetero:
         batch.target = seeds.target
     return batch
+
+
+def batch_name(name: str) -> str:
+    """Return the name in batches of a tensor of the store, which is PyG's."""
+    return "e_id" if name == "edge_id" else name
 
 
 def as_tensor(array: Any) -> Tensor:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn import Module
+from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.backends import Serves
@@ -18,25 +20,31 @@ from gtrain.data.batches.sampling import Sampling, check_hops, seed_time
 from gtrain.engine.local import LocalEngine
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
+from gtrain.launch.environment import ranks_on_this_machine
 from gtrain.memory.heap import keep_freed
 from gtrain.nn.depth import HopMeter, hop_bounds
-from gtrain.protocols import EncodesNodes
+from gtrain.protocols import EncodesNodes, data_of
 from gtrain.strategy.base import GraphStrategy
 from gtrain_pyg import SERVES
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.config import PygConfig
+from gtrain_pyg.device import BatchMover, DeviceCopies
 from gtrain_pyg.features.cache import expected_visits, fill_cache
+from gtrain_pyg.features.device_cache import DeviceCache
 from gtrain_pyg.features.feature_store import FeatureStore
 from gtrain_pyg.features.tables import ExtraTensors
 from gtrain_pyg.graph_structure import GraphStructure
 from gtrain_pyg.loader import PrefetchPlan, SampledBatches
 from gtrain_pyg.norm import SampledGcnNorm, check_uncached
-from gtrain_pyg.peers import NodeOrEdgeType, PartBook, Peers, SharedArrays, detect_hosting
+from gtrain_pyg.peers import Array, NodeOrEdgeType, PartBook, Peers, SharedArrays, detect_hosting
 from gtrain_pyg.sampling.hop import serve_sampling
 from gtrain_pyg.sampling.sampler import DistributedSampler
 from gtrain_pyg.seeds import LinkEvaluation, SeedSource, link_seeds, local_nodes, node_seeds, seed_nodes
 
 _KEPT_MEBIBYTES = 1024
+_OTHER_CORES, _MOST_THREADS = 2, 16
+"""With a GPU: cores that are left for training and copying, and most sampling threads, whose batches take memory."""
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _WIRE_DTYPES = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -50,6 +58,7 @@ class Shard:
         structure: the edges that this rank reads.
         features: node and edge tensors, hosted and remote.
         shared: arrays shared by the ranks of the machine.
+        mover: moves batches to the rank's GPU, which has a cache of rows once training has started; None without a GPU.
     """
 
     store: Store
@@ -57,6 +66,7 @@ class Shard:
     structure: GraphStructure
     features: FeatureStore
     shared: SharedArrays
+    mover: BatchMover | None = None
 
     @property
     def has_remote_parts(self) -> bool:
@@ -73,19 +83,58 @@ class Shard:
         """
         if self.features.cache is not None:
             return
-        hosting, store = self.peers.hosting, self.store
-        share = max(1, (loader.batch_size or loader.num_seeds) // hosting.world)
-        seeds, fan_out = seed_nodes(loader, hosting.parts), options.fan_out(store.edge_types)
-        visits = expected_visits(store, seeds, share * len(hosting.parts), fan_out)
+        hosting = self.peers.hosting
         fill_cache(
             self.features,
-            visits,
+            self._visits(loader, options, hosting.parts),
             nbytes * len(hosting.parts),
             lambda make: self.shared.arrays("halo-cache", min(hosting.parts), make),
         )
 
+    def fill_device_cache(self, loader: SeedLoader, options: SamplingOptions, nbytes: int, *, worthwhile: bool) -> None:
+        """Cache rows on the rank's GPU; the arguments are those of :meth:`fill_cache`.
+
+        Args:
+            loader: describes the batches.
+            options: how they are sampled.
+            nbytes: bytes on the GPU.
+            worthwhile: cache a remote node only if an epoch is expected to need it at least once.
+        """
+        if self.mover is None or self.mover.cache is not None or not nbytes:
+            return
+        cache, parts = DeviceCache(self.mover.copies.device), (self.peers.hosting.rank,)
+        cache.fill(
+            self.features,
+            nbytes,
+            # Other machines' edges may not even be on this one.
+            lambda: self._visits(loader, options, parts, read=self.peers.hosting.parts),
+            least_visits=1 / len(loader) if worthwhile else 0,
+        )
+        self.mover.cache = cache
+
+    def _visits(
+        self,
+        loader: SeedLoader,
+        options: SamplingOptions,
+        parts: tuple[int, ...],
+        read: tuple[int, ...] | None = None,
+    ) -> dict[str, Array]:
+        """Estimate, by node type, how likely one batch of each rank of these parts is to need each node.
+
+        Args:
+            loader: describes the batches.
+            options: how they are sampled.
+            parts: the ranks.
+            read: the parts whose edges are read; None: all.
+        """
+        share = max(1, (loader.batch_size or loader.num_seeds) // self.peers.hosting.world)
+        fan_out = options.fan_out(self.store.edge_types)
+        return expected_visits(self.store, seed_nodes(loader, parts), share * len(parts), fan_out, read)
+
     def close(self) -> None:
         """Close the connections and release the shared memory."""
+        if self.mover is not None:
+            self.mover.copies.close()
         self.peers.close()
         self.shared.close()
 
@@ -120,6 +169,8 @@ class PygStrategy(GraphStrategy):
         self._opened: Shard | None = None
         self._norm, self._sampling, self._engine = SampledGcnNorm(), Sampling(), LocalEngine()
         self._unchecked_hops: SamplingOptions | None = None  # of training, until the first step has checked its hops
+        self._on_device: Any = WeakIdKeyDictionary()  # batches that the loader has moved
+        self._resolved: dict[str, Any] = {}
 
     def setup(self, trainer: pl.Trainer) -> None:
         # Activations of a large batch: faulting in their pages took a fifth of a step.
@@ -139,6 +190,8 @@ class PygStrategy(GraphStrategy):
             main_address=self.cluster_environment.main_address,
         )
         book, hosting = PartBook.of(store), peers.hosting
+        copies = self._device_copies()
+        self.pool = BufferPool() if copies is None else copies.pool()
         shared = SharedArrays.create(self.group, hosting)
         structure = GraphStructure(store, book, hosting, shared, hops=self.settings.hops)
         degrees = self._degrees(store, hosting.parts)
@@ -155,17 +208,23 @@ class PygStrategy(GraphStrategy):
         )
         serve_sampling(structure, peers, self.pool)
         peers.open()
-        self._opened = Shard(store, peers, structure, features, shared)
+        mover = None if copies is None else BatchMover(copies, features.output_dtypes())
+        self._opened = Shard(store, peers, structure, features, shared, mover)
         return self._opened
 
     def batches(self, shard: Shard, loader: SeedLoader) -> Iterable[Data | HeteroData]:
         options = self._options(loader)
         sampler = DistributedSampler(shard.structure, shard.peers, self.pool, options, seed=loader.seed)
         ranks, plan = (self.global_rank, self.world_size), self._plan(shard, options)
-        on_batch = partial(self._norm.register, options=options)
+
+        def on_batch(batch: Data | HeteroData) -> None:
+            self._norm.register(batch, options)
+            if shard.mover is not None:
+                self._on_device[batch] = True
 
         def sampled(loader: SeedLoader, source: SeedSource) -> SampledBatches:
-            return SampledBatches(loader, source, sampler, shard.features, plan, ranks, self.counters, on_batch)
+            features, mover = shard.features, shard.mover
+            return SampledBatches(loader, source, sampler, features, plan, ranks, self.counters, on_batch, mover)
 
         encodes = isinstance(self.lightning_module, EncodesNodes) and self.lightning_module.encodes_nodes
         if loader.seeds_are_edges and loader.split != "train" and encodes:
@@ -178,6 +237,12 @@ class PygStrategy(GraphStrategy):
             self._unchecked_hops = options
             if self.settings.cache_bytes and shard.has_remote_parts:
                 shard.fill_cache(loader, options, self.settings.cache_bytes)
+            if shard.mover is not None:
+                nbytes, given = self._device_cache_bytes(shard.mover.copies), self.settings.device_bytes is not None
+                shard.fill_device_cache(loader, options, nbytes, worthwhile=not given)
+                cache = shard.mover.cache
+                self._resolved["strategy.device_cache"] = 0 if cache is None else cache.nbytes
+                self._resolved["strategy.threads"] = plan.threads
         return sampled(loader, source)
 
     def process_dataloader(self, dataloader: object) -> Iterable[Data | HeteroData]:
@@ -204,6 +269,8 @@ class PygStrategy(GraphStrategy):
         return not self._engine.runs(conv)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if isinstance(batch, (Data, HeteroData)) and batch in self._on_device:
+            return batch
         moved = super().batch_to_device(batch, device, dataloader_idx)
         if self.root_device.type != "cpu":
             self._norm.register_moved(moved)
@@ -222,9 +289,48 @@ class PygStrategy(GraphStrategy):
             check_hops(options.num_neighbors, meter.hops(loss))
         return output
 
+    def resolved_settings(self) -> dict[str, Any]:
+        return self._resolved
+
     def teardown(self) -> None:
         super().teardown()
         self._close()
+
+    # ------------------------------------------------------------------------------------------------- the device
+
+    def _device_copies(self) -> DeviceCopies | None:
+        """Return what copies batches to this rank's GPU ahead; None on a CPU, or if hooks of the user move batches."""
+        assert self.lightning_module is not None
+        if self.root_device.type != "cuda":
+            return None
+        data = None if self.trainer is None else data_of(self.trainer)
+        overridden = (
+            is_overridden(name, self.lightning_module) or (data is not None and is_overridden(name, data))
+            for name in _TRANSFER_HOOKS
+        )
+        return None if any(overridden) else DeviceCopies(self.root_device)
+
+    def _device_cache_bytes(self, copies: DeviceCopies) -> int:
+        """Return the bytes of this rank's cache on its GPU. All ranks call this."""
+        if self.settings.device_bytes is not None:
+            return self.settings.device_bytes
+        assert self._opened is not None
+        hosting = self._opened.peers.hosting
+        # Simulated machines share their devices too: they have one host name and boot id.
+        own = hosting.machines[hosting.rank], str(copies.device)
+        sharing = self.group.all_gather_object(own).count(own)
+        return copies.free_bytes() // 2 // sharing
+
+    def _threads(self, *, remote: bool) -> int:
+        """Return the number of sampling threads."""
+        if self.settings.threads is not None:
+            return self.settings.threads
+        least = 2 if remote else 1
+        if self.root_device.type == "cpu":
+            return max(torch.get_num_threads(), least)
+        # Not torch's threads, of which a rank with a GPU is often given one (OMP_NUM_THREADS).
+        cores = len(os.sched_getaffinity(0)) // ranks_on_this_machine()
+        return min(max(cores - _OTHER_CORES, least), _MOST_THREADS)
 
     # ------------------------------------------------------------------------------------------------- batches
 
@@ -246,12 +352,13 @@ class PygStrategy(GraphStrategy):
     def _plan(self, shard: Shard, options: SamplingOptions) -> PrefetchPlan:
         settings, remote = self.settings, shard.has_remote_parts
         return PrefetchPlan(
-            threads=settings.threads or max(torch.get_num_threads(), 2 if remote else 1),
+            threads=self._threads(remote=remote),
             prefetch=settings.prefetch,
             lookahead=settings.lookahead if remote else 1,
             # on a CPU, assembly and step would compete for the cores: a second batch's memory gains nothing
             overlap=self.root_device.type != "cpu",
             trim=settings.trim and options.trimmable,
+            remote=remote,
         )
 
     def _degrees(self, store: Store, parts: tuple[int, ...]) -> ExtraTensors:

@@ -9,7 +9,7 @@ of a batch, so nothing is requested for it. The ranks of a machine can share a c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,21 +69,38 @@ def most_visited(features: FeatureStore, visits: Mapping[str, Array], nbytes: in
     node_types = [node_type for node_type in visits if features.names.get(node_type)]
     if not node_types:
         return {}
-    budget = nbytes - sum(BITMAP_BYTES * len(visits[node_type]) for node_type in node_types)
-    ids, worth, cost = [], [], []
+    remote = {}
     for node_type in node_types:
         visited = np.flatnonzero(visits[node_type] > 0)
-        remote = visited[features.is_remote(node_type, visited)]
-        row_bytes = features.row_bytes(node_type)
-        ids.append(remote)
-        worth.append(visits[node_type][remote] / row_bytes)
-        cost.append(np.full(remote.size, row_bytes))
+        remote[node_type] = visited[features.is_remote(node_type, visited)]
+    budget = nbytes - sum(BITMAP_BYTES * len(visits[node_type]) for node_type in node_types)
+    return choose_rows(remote, visits, {t: features.row_bytes(t) for t in node_types}, budget)
+
+
+def choose_rows(
+    candidates: Mapping[str, Array], visits: Mapping[str, Array], row_bytes: Mapping[str, float], nbytes: float
+) -> dict[str, Array]:
+    """Return the nodes with most visits per byte whose rows fit into ``nbytes``.
+
+    Args:
+        candidates: by node type, ascending ids.
+        visits: by node type, visits of each node, ``[N]``.
+        row_bytes: by node type, bytes of a row.
+        nbytes: most bytes of all rows.
+
+    Returns:
+        By node type, ascending ids.
+    """
+    if not candidates:
+        return {}
     # Greedy by visits per byte, over all node types: wide rows must be visited more often.
-    order = np.argsort(-np.concatenate(worth), kind="stable")
+    worth = np.concatenate([visits[t][ids] / row_bytes[t] for t, ids in candidates.items()])
+    cost = np.concatenate([np.full(ids.size, row_bytes[t]) for t, ids in candidates.items()])
+    order = np.argsort(-worth, kind="stable")
     fits = np.zeros(order.size, bool)
-    fits[order[np.cumsum(np.concatenate(cost)[order]) <= budget]] = True
-    bounds = np.cumsum([remote.size for remote in ids])[:-1]
-    return {t: remote[chosen] for t, remote, chosen in zip(node_types, ids, np.split(fits, bounds), strict=True)}
+    fits[order[np.cumsum(cost[order]) <= nbytes]] = True
+    bounds = np.cumsum([ids.size for ids in candidates.values()])[:-1]
+    return {t: ids[chosen] for (t, ids), chosen in zip(candidates.items(), np.split(fits, bounds), strict=True)}
 
 
 def _fetch(features: FeatureStore, node_type: str, ids: Array, count: int) -> dict[str, Array]:
@@ -116,7 +133,9 @@ def _fetch(features: FeatureStore, node_type: str, ids: Array, count: int) -> di
     return arrays_by_name
 
 
-def expected_visits(store: Store, seeds: Mapping[str, Any], batch_size: int, fan_out: FanOut) -> dict[str, Array]:
+def expected_visits(
+    store: Store, seeds: Mapping[str, Any], batch_size: int, fan_out: FanOut, parts: Sequence[int] | None = None
+) -> dict[str, Array]:
     """Estimate the probability that a node is in one of this rank's batches.
 
     Hop by hop, a target that is new with probability q chooses each of its d in-edges with probability min(1, k/d), so
@@ -126,10 +145,12 @@ def expected_visits(store: Store, seeds: Mapping[str, Any], batch_size: int, fan
     over the edges of all parts per hop.
 
     Args:
-        store: the graph; the edges of all parts are read.
+        store: the graph.
         seeds: by node type, int64 global ids of this rank's seeds.
         batch_size: seeds of one batch of this rank, over all types.
         fan_out: by edge type, the most in-edges chosen at each hop; -1 all.
+        parts: the parts whose edges are read, so that in-neighbours of others' nodes are reached less often than they
+            are; None: all.
 
     Returns:
         By node type, float32 ``[N]``.
@@ -142,7 +163,8 @@ def expected_visits(store: Store, seeds: Mapping[str, Any], batch_size: int, fan
         fresh[node_type][ids] = share
         missed[node_type] -= fresh[node_type]
     for hop in range(max((len(counts) for counts in fan_out.values()), default=0)):
-        reached = _hop(store, fresh, {t: counts[hop] for t, counts in fan_out.items() if hop < len(counts)})
+        counts_of = {t: counts[hop] for t, counts in fan_out.items() if hop < len(counts)}
+        reached = _hop(store, fresh, counts_of, range(store.num_parts) if parts is None else parts)
         for node_type, choices in reached.items():
             # Reached at this hop, and not before.
             np.multiply(-np.expm1(-choices), missed[node_type], out=fresh[node_type])
@@ -150,7 +172,9 @@ def expected_visits(store: Store, seeds: Mapping[str, Any], batch_size: int, fan
     return {node_type: 1 - never for node_type, never in missed.items()}
 
 
-def _hop(store: Store, fresh: Mapping[str, Array], fan_out: Mapping[EdgeType, int]) -> dict[str, Array]:
+def _hop(
+    store: Store, fresh: Mapping[str, Array], fan_out: Mapping[EdgeType, int], parts: Sequence[int]
+) -> dict[str, Array]:
     """Return the expected choices of each node as a source, float32 ``[N]`` by node type.
 
     ``fresh`` has the probability that each node is new in the frontier, ``[N]`` by node type.
@@ -159,7 +183,7 @@ def _hop(store: Store, fresh: Mapping[str, Array], fan_out: Mapping[EdgeType, in
     for edge_type, count in fan_out.items():
         source, _, target = edge_type
         offsets = store.offsets_of(target).tolist()
-        for part in range(store.num_parts if count else 0):
+        for part in parts if count else ():
             weights = fresh[target][offsets[part] : offsets[part + 1]]
             if weights.any():
                 indptr, indices = (store.edge(name, part, edge_type).numpy() for name in ("indptr", "indices"))

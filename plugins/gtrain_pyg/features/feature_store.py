@@ -55,6 +55,7 @@ class RowCounts:
         hosted: read from this rank's memory maps.
         cached: remote, read from the cache.
         missed: remote, not in the cache.
+        on_device: read from the cache of the rank's device, and not counted above.
         fetched: requested; fewer than missed if successive batches need the same rows.
         fetched_nodes: rows of nodes among those fetched.
     """
@@ -62,6 +63,7 @@ class RowCounts:
     hosted: int = 0
     cached: int = 0
     missed: int = 0
+    on_device: int = 0
     fetched: int = 0
     fetched_nodes: int = 0
 
@@ -207,7 +209,32 @@ class FeatureStore:
         Raises:
             KeyError: the tensor is not in :attr:`names`.
         """
-        return (int(self._hosted.offsets(graph_type)[-1]), *self._tables[graph_type][name].shape)
+        return (self.count(graph_type), *self._tables[graph_type][name].shape)
+
+    @property
+    def hosts_all(self) -> bool:
+        """Return whether this rank hosts all parts."""
+        return bool(self._hosted.is_hosted.all())
+
+    def count(self, graph_type: NodeOrEdgeType) -> int:
+        """Return the nodes, or edges, of a type over all parts."""
+        return int(self._hosted.offsets(graph_type)[-1])
+
+    def is_dense(self, graph_type: NodeOrEdgeType, name: str) -> bool:
+        """Return whether a tensor is dense in the store; otherwise it has CSR form."""
+        return isinstance(self._tables[graph_type][name], DenseFeatureTable)
+
+    def stored_dtype(self, graph_type: NodeOrEdgeType, name: str) -> torch.dtype:
+        """Return the dtype of a tensor in the store."""
+        return self._tables[graph_type][name].dtype
+
+    def output_dtype(self, graph_type: NodeOrEdgeType, name: str) -> torch.dtype:
+        """Return the dtype of a tensor in batches."""
+        return self._tables[graph_type][name].output_dtype(self.dtype)
+
+    def output_dtypes(self) -> dict[NodeOrEdgeType, dict[str, torch.dtype]]:
+        """Return the dtype of every tensor in batches."""
+        return {t: {name: self.output_dtype(t, name) for name in names} for t, names in self.names.items()}
 
     def row_bytes(self, graph_type: NodeOrEdgeType) -> float:
         """Return the bytes of all tensors of one node or edge, as stored."""

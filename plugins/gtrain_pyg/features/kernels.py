@@ -107,6 +107,33 @@ def rank_bits(ids: Array, bits: Array, ranks: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
+def split_cached(ids: Array, bits: Array, ranks: Array, slots: Array, missing: Array, positions: Array) -> int:
+    """Divide rows into those of a cache and those that are missing there.
+
+    Args:
+        ids: int64 ``[n]``; those out of range are missing.
+        bits, ranks: the ids in the cache, see :func:`rank_bits`.
+        slots: int32 ``[n]``, written: rows of the cache; 0 for a missing row.
+        missing: int64 ``[n]``, written: the missing ids, in order.
+        positions: int64 ``[n]``, written: their indices in ``ids``.
+
+    Returns:
+        the number of missing rows.
+    """
+    count, last = 0, bits.size << 6
+    for i in range(ids.size):
+        node = ids[i]
+        if 0 <= node < last and bits[node >> 6] >> np.uint64(node & 63) & np.uint64(1):
+            below = bits[node >> 6] & ((np.uint64(1) << np.uint64(node & 63)) - np.uint64(1))
+            slots[i] = np.int64(ranks[node >> 6]) + count_bits(below)
+        else:
+            slots[i] = 0
+            missing[count], positions[count] = node, i
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
 def _append(node: int, owner: int, requests: RequestList, segments: SegmentRange) -> int:
     """Append a row to the list, and return its location."""
     counts = requests.counts
