@@ -132,10 +132,10 @@ class Classifier(OptimizedModule):
         class_weights = None if self.class_weights is None else self.class_weights.to(scores.dtype)
         if self.multilabel:
             total = F.binary_cross_entropy_with_logits(scores, labels.to(scores), class_weights, reduction="sum")
-            return total, scores.new_tensor(float(scores.numel()))
+            return total, scores.new_full((), scores.numel())
         total = F.cross_entropy(scores, labels, weight=class_weights, reduction="sum")
         if class_weights is None:
-            return total, scores.new_tensor(float(labels.numel()))
+            return total, scores.new_full((), labels.numel())
         return total, class_weights[labels].sum()
 
 
