@@ -91,14 +91,14 @@ class Shard:
             lambda make: self.shared.arrays("halo-cache", min(hosting.parts), make),
         )
 
-    def fill_device_cache(self, loader: SeedLoader, options: SamplingOptions, nbytes: int, *, worthwhile: bool) -> None:
-        """Cache rows on the rank's GPU; the arguments are those of :meth:`fill_cache`.
+    def fill_device_cache(self, loader: SeedLoader, options: SamplingOptions, nbytes: int, least_visits: float) -> None:
+        """Cache the rows that this rank is likeliest to need on its GPU, once.
 
         Args:
             loader: describes the batches.
             options: how they are sampled.
-            nbytes: bytes on the GPU.
-            worthwhile: cache a remote node only if an epoch is expected to need it at least once.
+            nbytes: most bytes on the GPU.
+            least_visits: remote nodes that a batch is expected to need less often are not cached.
         """
         if self.mover is None or self.mover.cache is not None or not nbytes:
             return
@@ -108,7 +108,7 @@ class Shard:
             nbytes,
             # Other machines' edges may not even be on this one.
             lambda: self._visits(loader, options, parts, read=self.peers.hosting.parts),
-            least_visits=1 / len(loader) if worthwhile else 0,
+            least_visits=least_visits,
         )
         self.mover.cache = cache
 
@@ -238,8 +238,10 @@ class PygStrategy(GraphStrategy):
             if self.settings.cache_bytes and shard.has_remote_parts:
                 shard.fill_cache(loader, options, self.settings.cache_bytes)
             if shard.mover is not None:
-                nbytes, given = self._device_cache_bytes(shard.mover.copies), self.settings.device_bytes is not None
-                shard.fill_device_cache(loader, options, nbytes, worthwhile=not given)
+                nbytes, steps = self._device_cache_bytes(shard.mover.copies), len(loader) * self._epochs
+                # Of the rows that the user did not ask for, those that the run is expected to need.
+                least = 1 / steps if self.settings.device_bytes is None else 0.0
+                shard.fill_device_cache(loader, options, nbytes, least)
                 cache = shard.mover.cache
                 self._resolved["strategy.device_cache"] = 0 if cache is None else cache.nbytes
                 self._resolved["strategy.threads"] = plan.threads
@@ -320,6 +322,12 @@ class PygStrategy(GraphStrategy):
         own = hosting.machines[hosting.rank], str(copies.device)
         sharing = self.group.all_gather_object(own).count(own)
         return copies.free_bytes() // 2 // sharing
+
+    @property
+    def _epochs(self) -> int:
+        """The epochs of the run; 1000, which is Lightning's default, if it has no limit."""
+        epochs = None if self.trainer is None else self.trainer.max_epochs
+        return epochs if epochs is not None and epochs > 0 else 1000
 
     def _threads(self, *, remote: bool) -> int:
         """Return the number of sampling threads."""
