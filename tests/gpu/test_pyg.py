@@ -23,7 +23,7 @@ def losses(run: dict[str, Any]) -> list[float]:
 
 def test_batches_are_those_of_a_cpu_to_the_last_bit(tmp_path: Path) -> None:
     """Also while the device lags behind: memory is not reused early. And the host never waits for the device."""
-    done = ok(python(str(REPO / "tests/assets/pyg_device_program.py"), "cuda", cwd=tmp_path, timeout=SECONDS))
+    done = ok(python(str(REPO / "tests/assets/devices/pyg_batches.py"), "cuda", cwd=tmp_path, timeout=SECONDS))
     results = json.loads(done.stdout.splitlines()[-1])
     assert len(results) == 11
     assert [case for case, equal in results.items() if not equal] == []

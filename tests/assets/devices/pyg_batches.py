@@ -1,6 +1,6 @@
 """Batches of strategy=pyg as a module receives them on a device, compared with those on the CPU.
 
-    python pyg_device_program.py cuda      # or cpu, where the stages of a device run on CPU tensors
+    python pyg_batches.py cuda      # or cpu, where the stages of a device run on CPU tensors
 
 Prints one JSON object: by case, whether all tensors of all batches are equal to the CPU's, bit by bit.
 """
@@ -8,9 +8,9 @@ Prints one JSON object: by case, whether all tensors of all batches are equal to
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -113,7 +113,5 @@ def main(device: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        import os
-
-        os.chdir(Path(folder))
+        os.chdir(folder)
         main(sys.argv[1])
