@@ -1,6 +1,6 @@
 """``strategy=pbg``: embeddings trained in buckets, pairs of partitions of the table (Lerer et al. 2019)."""
 
-from gtrain.backends import CPU, FULL_PRECISION, UNEQUAL_STEPS, Backend, Limit, Role, Serves, sampling_limits
+from gtrain.backends import FULL_PRECISION, UNEQUAL_STEPS, Backend, Limit, Role, Serves, sampling_limits
 from gtrain_pbg import config
 
 SERVES = Serves(
@@ -8,7 +8,7 @@ SERVES = Serves(
     refusal="it trains tables of embeddings from edges alone, and no layers that pass messages",
     tasks=("link",),
     limits={
-        **CPU,
+        "trainer.accelerator": Limit(("cpu", "gpu", "cuda", "auto"), "trains on CPUs and on NVIDIA GPUs"),
         **FULL_PRECISION,
         **UNEQUAL_STEPS,
         "trainer.gradient_clip_val": Limit((None, 0), "applies the gradients of a step at once"),

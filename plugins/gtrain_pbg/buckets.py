@@ -135,6 +135,7 @@ class ScheduledBucket:
         soon: swaps before the next bucket, whose files may be read into the page cache meanwhile.
         ends_chunk: whether the plan has no later bucket of this chunk.
         last: whether the epoch ends with it, where that is known.
+        ahead: partitions that the next bucket needs, as far as that is known.
     """
 
     bucket: Bucket
@@ -146,6 +147,7 @@ class ScheduledBucket:
     soon: tuple[Swap, ...] = ()
     ends_chunk: bool = False
     last: bool = False
+    ahead: tuple[int, ...] = ()
 
 
 @dataclass
@@ -179,6 +181,7 @@ class PartitionBuffer:
                     *(bucket, chunk, slots, before, during, after, soon),
                     ends_chunk=last or buckets[number + 1][1] > chunk,
                     last=last,
+                    ahead=tuple(sorted(needed[number + 1])),
                 )
             )
             before = soon

@@ -34,6 +34,12 @@ class PBGConfig(StrategyConfig):
         "partitions in memory at a time; null: all, on several machines 3. The others are files in the run's folder. "
         "The least is 2; with 3, the next partition is prefetched and the last one written while a bucket is trained",
     )
+    device_partitions: int | None = setting(
+        None,
+        "partitions on the GPU at a time, with `trainer.accelerator=gpu`; null: as many as fit. The others are in the "
+        "host's memory. The least is 2; with 3, the next partition is copied to the GPU, and the last one back, while "
+        "a bucket is trained",
+    )
     bucket_order: str = setting(
         "affinity",
         "order of the buckets in an epoch, drawn again for each epoch unless `sequential`; `beta` is for a buffer of "
@@ -56,7 +62,7 @@ class PBGConfig(StrategyConfig):
         "auto",
         "number format of matrix products; sums and tables are float32. `int8`: in chunks too large for the caches, "
         "and `bfloat16` in others; `auto`: the fastest format that all CPUs have and that is as accurate as float32, "
-        "see [arithmetic](pbg.md#arithmetic)",
+        "see [arithmetic](pbg.md#arithmetic). A GPU has no `int8`",
         words=("auto", "float32", "bfloat16", "int8"),
     )
     warm_start: str | None = setting(
@@ -122,6 +128,13 @@ class PBGConfig(StrategyConfig):
                 f"strategy.buffer_partitions={buffer} was set; a bucket joins 2 of the "
                 f"strategy.num_partitions={partitions} partitions, so 2 must fit.",
                 hint="set strategy.buffer_partitions=2, 3 to read ahead while training, or null for all.",
+            )
+        device = self.device_partitions
+        if device is not None and device < min(2, partitions):
+            raise ConfigError(
+                f"strategy.device_partitions={device} was set; a bucket joins 2 of the "
+                f"strategy.num_partitions={partitions} partitions, so 2 must be on the GPU.",
+                hint="set strategy.device_partitions=2, 3 to copy while training, or null for as many as fit.",
             )
         if self.partition_path is not None and self.partition_servers != 0:
             raise ConfigError(
@@ -219,6 +232,37 @@ def check_training(trainer: Any, data: StoreData | None, model: ModelRecipe) -> 
             f"data.batch_size={size} is not a multiple of model.{key}={recipe.chunk_size}, the edges of a chunk: "
             f"{size} = {size // recipe.chunk_size} * {recipe.chunk_size} + {size % recipe.chunk_size}.",
             hint=f"set data.batch_size={size // recipe.chunk_size * recipe.chunk_size}.",
+        )
+
+
+def check_device(workers: int, settings: PBGConfig, model: ModelRecipe) -> None:
+    """Check that a GPU can train a model.
+
+    Args:
+        workers: of a machine.
+        settings: of the strategy.
+        model: its recipe.
+
+    Raises:
+        ConfigError: with the setting that a GPU does not serve.
+    """
+    if workers > 1:
+        raise ConfigError(
+            f"trainer.devices={workers} was set with trainer.accelerator=gpu; the workers of a machine would train on "
+            "copies of the same partitions, one on each GPU.",
+            hint=f"set trainer.devices=1 trainer.num_nodes={workers}: each GPU then counts as a machine, and trains "
+            "buckets of its own.",
+        )
+    if settings.matmul == "int8":
+        raise ConfigError(
+            "strategy.matmul=int8 was set with trainer.accelerator=gpu; it is for CPUs.",
+            hint="set strategy.matmul=bfloat16, float32, or auto.",
+        )
+    if any(bags is not None for group in model.groups for bags in group.bags):
+        raise ConfigError(
+            "an entity type has features (data.entities.<type>.features), and trainer.accelerator=gpu was set; "
+            "strategy=pbg trains embeddings that are means of features' rows on CPUs.",
+            hint="set trainer.accelerator=cpu.",
         )
 
 

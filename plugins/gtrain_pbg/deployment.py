@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -32,9 +33,11 @@ class Deployment:
         folder: name of the folder in the run's folder where the machine has files of partitions.
         group: all workers.
         machine: the workers of this machine.
+        exchanging: held while parameters are exchanged with other machines; None on a single machine.
     """
 
     folder = "partitions"
+    exchanging: threading.Lock | None = None
 
     def __init__(self, settings: PBGConfig, group: Group) -> None:
         self._settings, self.group, self.machine = settings, group, group

@@ -41,13 +41,16 @@ from gtrain_pbg.checkpoints import (
     warm_start,
     warm_start_location,
 )
-from gtrain_pbg.config import PBGConfig, check_machines, check_store, check_training
+from gtrain_pbg.config import PBGConfig, check_device, check_machines, check_store, check_training
 from gtrain_pbg.deployment import Deployment
+from gtrain_pbg.device.lanes import Device
+from gtrain_pbg.device.tables import CommonTensors, DeviceTables
+from gtrain_pbg.device.training import DeviceTraining
 from gtrain_pbg.edges import BucketEdges, RelationGroups
 from gtrain_pbg.evaluation import EvaluationBatches
 from gtrain_pbg.machines.deployment import MultiMachineDeployment
 from gtrain_pbg.machines.members import JobEndedError
-from gtrain_pbg.step.matmul_format import FORMATS, choose_format, fastest_format
+from gtrain_pbg.step.matmul_format import FORMATS, choose_format, device_format, fastest_format, without_int8
 from gtrain_pbg.step.relations import state_width
 from gtrain_pbg.tables import PartitionedTableStorage, Partitioning, TensorShapes
 from gtrain_pbg.training import BucketTraining, StepRules, fill_relations, relation_shapes
@@ -68,12 +71,14 @@ class InstalledModel:
         store: the graph.
         tables: the tables of all entity types.
         shared: memory of the machine's workers: tables, relation parameters, optimizer state.
+        common: what of this is on the GPU in every run; None on a CPU, and between runs.
     """
 
     recipe: ModelRecipe
     store: Store
     tables: TypedTables
     shared: SharedTensors
+    common: CommonTensors | None = None
 
 
 class PBGStrategy(GraphStrategy):
@@ -103,6 +108,11 @@ class PBGStrategy(GraphStrategy):
         self._cpu_formats: list[str] = []  # the fastest number format of each rank's CPU
         self._epoch_progress: EpochProgress | None = None  # set while a checkpoint is written within an epoch
         self._resume_point = EpochProgress(0, 0)
+        self._device: Device | None = None  # set during a run on a GPU
+
+    def make_device(self) -> Device | None:
+        """Return the GPU of this rank; None on a CPU."""
+        return Device(self.root_device) if self.root_device.type == "cuda" else None
 
     @property
     def _state(self) -> InstalledModel:
@@ -160,7 +170,10 @@ class PBGStrategy(GraphStrategy):
                 f"{type(module).__name__} has no recipe(), by which strategy=pbg trains; see gtrain.nn.recipe.",
                 hint="set model=kg, or strategy=single.",
             )
-        check_training(self.trainer, self.data, module.recipe())
+        recipe = module.recipe()
+        check_training(self.trainer, self.data, recipe)
+        if self.root_device.type != "cpu":
+            check_device(self.num_processes, self.settings, recipe)
 
     def check_optimizers(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
         StepRules(optimizers, module.recipe())  # type: ignore[operator]
@@ -180,18 +193,36 @@ class PBGStrategy(GraphStrategy):
             self._state.tables.assign_first_slots()
             self.group.barrier()
         self._state.recipe = recipe
+        values: Mapping[str, Tensor] = self._state.shared
+        self._device = self.make_device()
+        if self._device is not None:
+            values = self._put_on_device(self._state, self._device).tensors
         for name, parameter in recipe.parameters.items():
-            parameter.data = self._state.shared[name]
+            parameter.data = values[name]
         for layer, table in zip(recipe.tables.values(), self._state.tables.tables, strict=True):
             layer.move(PartitionedTableStorage(table))
         if rules is not None:
             self._worker = self._make_worker(self._state, rules)
 
+    def _put_on_device(self, state: InstalledModel, device: Device) -> CommonTensors:
+        """Copy relation parameters, and tables that are not partitioned, to the GPU."""
+        host = state.tables.in_common(state.shared)
+        dtype, exchanging = state.tables.dtype, self._deployment.exchanging
+        state.common = CommonTensors(device, state.recipe, dtype, host, exchanging)
+        return state.common
+
     def _make_worker(self, state: InstalledModel, rules: StepRules) -> BucketWorker:
         tables, shared, settings, trainer = state.tables, state.shared, self.settings, self.trainer
         assert trainer is not None
         matmul = settings.matmul if settings.matmul != "auto" else self._choose_matmul(state.recipe, tables.dtype)
-        self._training = training = BucketTraining(self.lightning_module, state.recipe, rules, shared, tables, matmul)
+        arguments = self.lightning_module, state.recipe, rules, shared, tables, matmul
+        if self._device is None or state.common is None:
+            self._training = training = BucketTraining(*arguments)
+        else:
+            self._device.register(shared.values())
+            on_device = DeviceTables(self._device, tables, shared, state.common, settings.device_partitions)
+            tables.attach(on_device)
+            self._training = training = DeviceTraining(self._device, on_device, *arguments, self.num_nodes > 1)
         limit = trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else None
         source = self._deployment.source(tables, shared, state.store, lambda epoch: self._resume_point.of(epoch), limit)
         return BucketWorker(
@@ -203,8 +234,12 @@ class PBGStrategy(GraphStrategy):
 
     def _choose_matmul(self, recipe: ModelRecipe, dtype: torch.dtype) -> str:
         """Resolve ``strategy.matmul=auto``, to the same format on all ranks, whose CPUs may differ."""
-        self._cpu_formats = self.group.all_gather_object(fastest_format())
-        chosen = choose_format(recipe, dtype, self._cpu_formats)
+        if self._device is None:
+            self._cpu_formats = self.group.all_gather_object(fastest_format())
+            chosen = choose_format(recipe, dtype, self._cpu_formats)
+        else:
+            self._cpu_formats = ["bfloat16"]
+            chosen = device_format(recipe, dtype)
         if self.is_global_zero:
             log.info("strategy.matmul=auto: matrix products in %s", chosen)
         return chosen
@@ -252,11 +287,18 @@ class PBGStrategy(GraphStrategy):
         recipe = self._installed.recipe
         for parameter in recipe.parameters.values():
             parameter.data = parameter.data.clone()
+        if self._installed.common is not None:
+            self._installed.common.save()
         for layer, table in zip(recipe.tables.values(), self._installed.tables.tables, strict=True):
             # In the order of the source data: the module takes it as it is.
             one_partition = table.partitions.count == 1
             layer.move_back(table.read(0) if one_partition else layer.weight.new_empty(0, layer.table.dim))
         self._worker = None
+        # Frees the GPU's memory: a later run copies from the host again.
+        if isinstance(self._training, DeviceTraining):
+            self._training.release()
+        self._installed.tables.detach()
+        self._installed.common = self._device = None
 
     # ------------------------------------------------------------------------------------------ batches
 
@@ -345,6 +387,8 @@ class PBGStrategy(GraphStrategy):
         if self.is_global_zero and self._installed is not None:
             state, module = self._installed, self.lightning_module
             assert module is not None
+            if state.common is not None:
+                state.common.save()
             state.tables.save(folder)
             if self._epoch_progress is not None:
                 self._epoch_progress.write(folder)
@@ -355,6 +399,8 @@ class PBGStrategy(GraphStrategy):
     def _adopt_matmul(self, folder: Path, training: BucketTraining) -> None:
         """With ``strategy.matmul=auto``, continue in the number format of the checkpoint, whatever this CPU is."""
         recorded, warns = matmul_of(folder), self.is_global_zero
+        if self._device is not None:
+            recorded = without_int8(recorded)
         if recorded == training.matmul or "float64" in (recorded, training.matmul):
             return
         if self.settings.matmul != "auto":
@@ -393,6 +439,8 @@ class PBGStrategy(GraphStrategy):
         if self._leads:
             load_states(folder, self._state.shared)
         self.group.barrier()
+        if self._state.common is not None:
+            self._state.common.load()
 
 
 def share_memory(machine: Group, shapes: TensorShapes, timeout_seconds: float) -> SharedTensors:

@@ -85,6 +85,7 @@ class PartitionedTable:
 
     Attributes:
         store: of partitions that are in no slot.
+        synchronize: brings the slots up to date, where a device has newer copies.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class PartitionedTable:
         self._state_width, self._shared = state_width, shared
         self._local = LocalPartitions(folder)
         self.store: PartitionStore = self._local
+        self.synchronize: Callable[[], None] = lambda: None
         self._heads: dict[int, Tensor] = {}
 
     @property
@@ -234,6 +236,7 @@ class PartitionedTable:
 
     def read(self, partition: int) -> Tensor:
         """Return the rows of a partition, in memory or mapped from its file."""
+        self.synchronize()
         if partition in self.buffer.slot_of:
             return self._slot(partition)[ROWS]
         return self.store.read(self._key(partition), self._tensors(0, partition)[ROWS])
@@ -245,6 +248,7 @@ class PartitionedTable:
 
     def fetch(self, ids: Tensor) -> Tensor:
         """Return rows by ids of the source data, from memory or the store."""
+        self.synchronize()
         rows = torch.empty(ids.numel(), self.spec.dim, dtype=self.dtype)
         global_ids = self.global_ids[ids].long()
         owner = owner_of(global_ids, self.partitions.offsets)
@@ -302,7 +306,7 @@ class PartitionedTableStorage(RemoteTableStorage):
         self.rows = rows
 
     def fetch(self, ids: Tensor) -> Tensor:
-        return self.rows.fetch(ids)
+        return self.rows.fetch(ids.cpu()).to(ids.device)
 
     def push(self, ids: Tensor, gradients: Tensor) -> None:
         raise ConfigError(
@@ -326,7 +330,8 @@ class PartitionedTableStorage(RemoteTableStorage):
         return self.rows.fetch(torch.arange(begin, end))
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.rows.blocks()
+        device = self.anchor.device
+        return ((ids.to(device), rows.to(device)) for ids, rows in self.rows.blocks())
 
     def state(self) -> dict[str, Any]:
         # Partitions are files of the checkpoint.

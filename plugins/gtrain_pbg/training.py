@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gtrain.errors import ConfigError, DataError
 from gtrain.nn import JointOptimizer, RowOptimizer
 from gtrain.nn.recipe import ModelRecipe
-from gtrain_pbg.buckets import ScheduledBucket
+from gtrain_pbg.buckets import Bucket, ScheduledBucket
 from gtrain_pbg.edges import EdgeList, RelationGroups
 from gtrain_pbg.step.layout import EdgeBatch, PartitionRows
 from gtrain_pbg.step.relations import KERNEL_RULES, RelationWeights, UpdateRule, state_width
@@ -165,14 +165,13 @@ class BucketTraining:
             batch = EdgeBatch(local.heads, local.relation, local.tails, local.weight, drawn)
             lost, counted = self._steps[number](batch, *ends, *rules)
             if not math.isfinite(lost):
-                raise DataError(
-                    f"the loss of a batch of bucket {scheduled.bucket} is {lost}: training diverged, or the data "
-                    "contains NaN or inf.",
-                    hint="lower model.sparse_optimizer.lr or model.init_scale, set model.max_norm, and check the "
-                    "weights in the data.",
-                )
+                raise diverged(scheduled.bucket, lost)
             total, weight = total + lost, weight + counted
         return total, weight
+
+    def drain(self) -> tuple[float, float]:
+        """Return the sums of losses and weights that :meth:`train` has not returned yet; a CPU leaves none."""
+        return 0.0, 0.0
 
     def score_before(self, held: EdgeList, scheduled: ScheduledBucket) -> None:
         """Rank held-out edges before their bucket is trained."""
@@ -196,13 +195,20 @@ class BucketTraining:
             heads, tails = self._rows(number, scheduled)
             members = self._localized(number, members, scheduled)
             for begin in range(0, len(members), HELD):
-                edges = members.select(slice(begin, begin + HELD))
-                drawn = [rows.read(torch.randperm(rows.count, generator=generator)[:HELD]) for rows in (heads, tails)]
+                edges = self._to_device(members.select(slice(begin, begin + HELD)))
+                drawn = [
+                    rows.read(torch.randperm(rows.count, generator=generator)[:HELD].to(edges.heads.device))
+                    for rows in (heads, tails)
+                ]
                 with torch.no_grad():
                     ends = heads.read(edges.heads), tails.read(edges.tails)
                     ranks = self._module.sampled_ranks(ends, edges.relation, (drawn[0], drawn[1]), number)
                 total += float(torch.cat(ranks).reciprocal().sum())
         return total
+
+    def _to_device(self, edges: EdgeList) -> EdgeList:
+        """Return edges where the tables are."""
+        return edges
 
     def _rows(self, number: int, scheduled: ScheduledBucket) -> tuple[PartitionRows, PartitionRows]:
         """Return the rows that a group's edges of a bucket refer to."""
@@ -225,6 +231,15 @@ class BucketTraining:
             buffer = self._buffers[name] = torch.empty(count, dtype=torch.int64)
         # Drawn into a buffer that every batch reuses.
         return torch.randint(nodes, (count,), out=buffer[:count])
+
+
+def diverged(bucket: Bucket, loss: float) -> DataError:
+    """Return the error of a loss that is NaN or infinite."""
+    return DataError(
+        f"the loss of a batch of bucket {bucket} is {loss}: training diverged, or the data contains NaN or inf.",
+        hint="lower model.sparse_optimizer.lr or model.init_scale, set model.max_norm, and check the weights in the "
+        "data.",
+    )
 
 
 def held_out(ranks: Tensor) -> dict[str, float]:

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -29,6 +29,25 @@ Released = Callable[[int], None]
 """Called with a partition that has been saved and whose lease may end."""
 BUNDLE = "types"
 """Name of the leases of several tables' partitions."""
+
+
+class DeviceCopies(Protocol):
+    """Copies of partitions on a device, which may be newer than those in the slots."""
+
+    def evicting(self, partition: int) -> None:
+        """Called before a partition is evicted from its slot."""
+
+    def filled(self, partition: int, host: int) -> None:
+        """Called when a partition has been loaded into a slot."""
+
+    def flush(self) -> None:
+        """Bring the slots up to date."""
+
+    def reset(self) -> None:
+        """Called when the slots have other contents."""
+
+    def refresh_common(self) -> None:
+        """Called when the host's relation parameters and tables without partitions have other contents."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +149,7 @@ class TypedTables:
         self._store: PartitionStore | None = None
         self._publishes, self._next_lease = True, lambda: 0
         self._changed: set[int] = set()  # partitions in slots that differ from the store
+        self._device: DeviceCopies | None = None
         # One thread: swaps must happen in their order.
         self._mover = ThreadPoolExecutor(1, "gtrain-pbg-swap")
         self._each = ThreadPoolExecutor(max(1, len(self._partitioned)), "gtrain-pbg-table")
@@ -145,6 +165,25 @@ class TypedTables:
         self._store, self._publishes, self._next_lease = store, publishes, next_lease
         for table in self._partitioned:
             table.store = store
+
+    def attach(self, device: DeviceCopies) -> None:
+        """Train on a device: its copies are written back before slots are read."""
+        self._device = device
+        for table in self.tables:
+            table.synchronize = device.flush
+
+    def detach(self) -> None:
+        """Write the device's copies back, if there are any, and use the slots alone."""
+        if self._device is not None:
+            self._device.flush()
+        self._device = None
+        for table in self.tables:
+            table.synchronize = lambda: None
+
+    def refresh_common(self) -> None:
+        """Copy what :meth:`in_common` returns to the device, if there is one."""
+        if self._device is not None:
+            self._device.refresh_common()
 
     @staticmethod
     def tensors(
@@ -201,6 +240,8 @@ class TypedTables:
     def save(self, folder: Path) -> list[str]:
         """Write all partitions into a checkpoint."""
         self.settle()
+        if self._device is not None:
+            self._device.flush()
         names = [name for table in self.tables for name in table.save(folder, self._changed)]
         if not self.whole:
             self._changed = set()
@@ -212,6 +253,8 @@ class TypedTables:
         self._changed = set()
         for table in self.tables:
             table.load(folder, self._next_lease, self._publishes or not table.store.shared, self._leader)
+        if self._device is not None:
+            self._device.reset()
 
     def in_common(self, shared: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the shared memory of parameters and of tables that are not partitioned."""
@@ -257,6 +300,8 @@ class TypedTables:
         self, slot: int, out: int | None, into: int | None, leases: Mapping[int, int], released: Released | None
     ) -> None:
         waits: list[ReuseWaits] = [{} for _ in self._partitioned]
+        if out is not None and self._device is not None:
+            self._device.evicting(out)
         # An unchanged partition is on the disk already, but a shared store needs it as a version of the lease.
         if out is not None and (out in self._changed or self.in_shared_store):
             waits = self._all(lambda table, _: table.evict(out, slot, leases.get(out, 0)), waits)
@@ -265,6 +310,8 @@ class TypedTables:
                 released(out)
         if into is not None:
             self._all(lambda table, table_waits: table.fill(into, slot, leases.get(into, 0), table_waits), waits)
+            if self._device is not None:
+                self._device.filled(into, slot)
 
     def _all(self, move: Callable[[PartitionedTable, ReuseWaits], T], waits: list[ReuseWaits]) -> list[T]:
         """Move a partition of all tables at the same time."""

@@ -137,6 +137,8 @@ class BucketWorker:
     def prepare(self, batches: BucketBatches) -> None:
         """Prepare an epoch, whose number may not be known yet."""
         self._batches, self._epoch, self.over, self.trained_steps = batches, None, False, 0
+        # An epoch that was cut short may have left losses.
+        self._training.drain()
 
     def begin(self) -> int | None:
         """Start the epoch unless it has started; return its number of steps, or None if that is unknown."""
@@ -177,7 +179,7 @@ class BucketWorker:
                 yield loss, weight, self._metrics() if self.over else {}
         if not self.over:
             self.over = True
-            yield 0.0, 0.0, self._metrics()
+            yield *self._training.drain(), self._metrics()
 
     def _train_bucket(
         self, scheduled: ScheduledBucket, steps: list[list[EdgeList]], held: EdgeList
@@ -199,6 +201,9 @@ class BucketWorker:
         self._training.score_after(held, scheduled)
         self._machine.barrier()
         self.over = scheduled.last
+        if self.over:
+            left = self._training.drain()
+            trained = trained[0] + left[0], trained[1] + left[1]
         yield trained
 
     def _metrics(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -106,6 +107,7 @@ class MultiMachineDeployment(Deployment):
         self._everyone = MachinesGroup(rank, size, self.lock, counters)
         super().__init__(settings, self._everyone)
         self.slots = settings.buffer_partitions or 3
+        self.exchanging = threading.Lock()
 
     def evaluation_share(self) -> tuple[int, int]:
         return self._everyone.share
@@ -125,7 +127,9 @@ class MultiMachineDeployment(Deployment):
         limit: int | None,
     ) -> BucketSource:
         settings, clients = self._settings, self._clients("parameter")
-        parameters = SharedParameters(tables.in_common(shared), clients, settings.sync_interval, self._silent_seconds)
+        parameters = SharedParameters(
+            tables.in_common(shared), clients, settings.sync_interval, self._silent_seconds, self.exchanging
+        )
         as_tree = settings.distributed_tree_init_order and settings.warm_start is None
         groups = self.machine, self._everyone
         return LeasedBuckets(tables, self.lock, *groups, parameters, start, as_tree, settings.checkpoint_chunks)
@@ -176,7 +180,8 @@ class LeasedPartitions:
             self._pending = self._tables.begin_swaps(during, leases, self._released)
         self._tables.swap(before, leases, self._released)
         slots = buffer.slot_of[bucket[0]], buffer.slot_of[bucket[1]]
-        return ScheduledBucket(bucket, grant.chunk, slots, before, during)
+        ahead = () if grant.ahead is None else (grant.ahead,)
+        return ScheduledBucket(bucket, grant.chunk, slots, before, during, ahead=ahead)
 
     def give_back(self) -> None:
         """Save all partitions and release their leases."""
@@ -284,11 +289,13 @@ class LeasedBuckets:
         if self._leads:
             self._parameters.get()
         self._machine.barrier()
+        self._tables.refresh_common()
 
     def _next(self) -> ScheduledBucket | None:
         """Return the machine's next bucket, with its partitions in memory; None: the round is over."""
         # -1 stands for "the round is over"; a tensor, because a broadcast has a fixed size.
         sent = torch.full((5,), -1)
+        ahead: tuple[int, ...] = ()
         if self._leads:
             # The other workers of the machine wait for this worker's broadcast below.
             with timed_wait(self._everyone.counters, "bucket"), self._lock.explaining():
@@ -296,13 +303,14 @@ class LeasedBuckets:
                 grant = self._acquire()
                 if grant is not None:
                     scheduled = self._partitions.load(grant)
+                    ahead = scheduled.ahead
                     self._parameters.exchange()
                     sent = torch.tensor([*scheduled.bucket, *scheduled.slots, scheduled.chunk])
         head, tail, first, second, chunk = self._machine.broadcast(sent).tolist()
         # The leader's buffer is up to date; the others need only this bucket's slots.
         if not self._leads or head < 0:
             self._tables.buffer.slot_of = {} if head < 0 else {head: first, tail: second}
-        return None if head < 0 else ScheduledBucket((head, tail), chunk, (first, second), (), ())
+        return None if head < 0 else ScheduledBucket((head, tail), chunk, (first, second), (), (), ahead=ahead)
 
     def _release(self, keys: list[str]) -> None:
         self._lock.request("release", {"keys": keys})

@@ -72,6 +72,7 @@ class SharedParameters:
         clients: of the parameter servers, in rank order.
         interval: least seconds between exchanges.
         silent_seconds: time-out of requests.
+        exchanging: held during an exchange; a device adds its changes to the tensors under it.
 
     Attributes:
         holding: numbers of the servers that store parameters; the others get no requests.
@@ -83,6 +84,7 @@ class SharedParameters:
         clients: Sequence[Client],
         interval: float,
         silent_seconds: float = 60.0,
+        exchanging: threading.Lock | None = None,
     ) -> None:
         self._silent_seconds = silent_seconds
         pieces = [_pieces(tensors, server, len(clients)) for server in range(len(clients))]
@@ -94,7 +96,7 @@ class SharedParameters:
         self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._exchanging = threading.Lock()
+        self._exchanging = exchanging or threading.Lock()
 
     def put(self) -> None:
         """Set the servers' values to those of this machine."""

@@ -60,3 +60,18 @@ def choose_format(recipe: ModelRecipe, dtype: torch.dtype, cpus: list[str]) -> s
         cpus: :func:`fastest_format` of each rank; all take the format of the slowest CPU.
     """
     return min((lowest_format(recipe, dtype), *cpus), key=FORMATS.index)
+
+
+def device_format(recipe: ModelRecipe, dtype: torch.dtype) -> str:
+    """Return the format that ``auto`` resolves to on a GPU, which multiplies bfloat16 several times as fast.
+
+    Args:
+        recipe: of the model.
+        dtype: of tables and parameters.
+    """
+    return without_int8(lowest_format(recipe, dtype))
+
+
+def without_int8(matmul: str) -> str:
+    """Return the format of a GPU for one of a CPU."""
+    return "bfloat16" if matmul == "int8" else matmul

@@ -1,0 +1,253 @@
+"""A worker's training on a device: batches are prepared ahead, steps are replayed, losses are read later."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from gtrain.errors import ConfigError
+from gtrain.nn.recipe import ModelRecipe
+from gtrain_pbg.buckets import Bucket, ScheduledBucket
+from gtrain_pbg.device.batches import BatchPreparation, BatchShape, BatchTensors, Ends, Piece, runs, shape_of
+from gtrain_pbg.device.kernels import DeviceRule
+from gtrain_pbg.device.lanes import Device, Event
+from gtrain_pbg.device.step import DeviceRules, DeviceStep, FusedStep, PlainStep, fits
+from gtrain_pbg.device.tables import DeviceTables, parameters_of
+from gtrain_pbg.edges import EdgeList
+from gtrain_pbg.step.layout import PartitionRows
+from gtrain_pbg.step.relations import UpdateRule
+from gtrain_pbg.training import BucketTraining, StepRules, diverged
+
+PIECE = 16
+"""Batches that are prepared together."""
+PIECES = 4
+"""Pieces that are prepared and not yet trained, at the most."""
+UNREAD = 2
+"""Calls of :meth:`DeviceTraining.train` whose losses are not read yet, at the most."""
+
+
+@dataclass
+class CapturedStep:
+    """The step of one group for batches of one shape.
+
+    Attributes:
+        step: of the group.
+        inputs: that the captured step reads; None: it was not captured yet.
+        replay: of its graph.
+        calls: how often it ran before it was captured.
+    """
+
+    step: DeviceStep
+    inputs: BatchTensors | None = None
+    replay: Callable[[], None] | None = None
+    calls: int = 0
+
+
+class DeviceTraining(BucketTraining):
+    """Trains on batches of a bucket on a device.
+
+    Args:
+        device: that trains.
+        device_tables: the tables.
+        module, recipe, rules, shared, tables, matmul: see :class:`BucketTraining`.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        device_tables: DeviceTables,
+        module: Any,
+        recipe: ModelRecipe,
+        rules: StepRules,
+        shared: Mapping[str, Tensor],
+        tables: Any,
+        matmul: str,
+        several_machines: bool = False,
+    ) -> None:
+        self._device, self._on_device, self._several = device, device_tables, several_machines
+        self._pieces: deque[Piece] = deque()
+        self._unread: deque[tuple[list[Tensor], Event, float, Bucket]] = deque()
+        self._numbers: dict[str, tuple[UpdateRule, DeviceRule]] = {}
+        super().__init__(module, recipe, rules, shared, tables, matmul)
+
+    def use(self, matmul: str) -> None:
+        dtype, recipe, common = self._tables.dtype, self._recipe, self._on_device.common
+        self.matmul = "float64" if dtype == torch.float64 else matmul
+        low = torch.bfloat16 if self.matmul == "bfloat16" else dtype
+        rules = self._update_rules()
+        self._device_steps: list[DeviceStep] = []
+        self._prepare = [BatchPreparation(group, dtype, self._device) for group in recipe.groups]
+        self._captured: dict[tuple[int, BatchShape], CapturedStep] = {}
+        for number, group in enumerate(recipe.groups):
+            heads, tails = (self._on_device.tables[entity_type] for entity_type in group.types)
+            ends = tails, heads
+            if fits(group):
+                self._device_steps.append(FusedStep(group, ends, rules, low, common.operators[number]))
+            else:
+                parameters = parameters_of(common, recipe, number)
+                self._device_steps.append(PlainStep(group, ends, rules, low, parameters))
+
+    def _update_rules(self) -> DeviceRules:
+        """Return the rules of the optimizers, with their current numbers on the device."""
+        return DeviceRules(
+            self._rule("table", self._rules.table),
+            self._rule("relations", self._rules.relations),
+        )
+
+    def _rule(self, name: str, rule: UpdateRule) -> DeviceRule:
+        before, on_device = self._numbers.get(name, (None, None))
+        if on_device is None:
+            on_device = DeviceRule(rule.name, self._device.empty(3, dtype=self._tables.dtype))
+        if before != rule:
+            on_device.numbers.copy_(torch.tensor([rule.lr, rule.eps, rule.weight_decay], dtype=self._tables.dtype))
+        self._numbers[name] = rule, on_device
+        return on_device
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def train(self, batches: list[EdgeList], scheduled: ScheduledBucket) -> tuple[float, float]:
+        """Train on batches of a bucket; return sums of losses and weights of earlier calls, which are complete.
+
+        Raises:
+            DataError: a loss is NaN or infinite.
+        """
+        try:
+            with torch.no_grad():
+                weight = self._train(batches, scheduled)
+        except torch.OutOfMemoryError as error:
+            self._refuse(error)
+        if self._several:
+            self._on_device.common.save()
+        with self._device.compute():
+            lost = [self._read_later(step.lost) for step in self._device_steps]
+            event = self._device.compute.record()
+        self._unread.append((lost, event, weight, scheduled.bucket))
+        return self._losses(UNREAD)
+
+    def drain(self) -> tuple[float, float]:
+        return self._losses(0)
+
+    def release(self) -> None:
+        """Free the device's memory; the training is over."""
+        self._device_steps, self._captured = [], {}
+        self._pieces.clear()
+        self._unread.clear()
+        self._numbers = {}
+        del self._on_device
+
+    def _train(self, batches: list[EdgeList], scheduled: ScheduledBucket) -> float:
+        """Launch the steps of batches; return the sum of their weights."""
+        self._on_device.begin(scheduled)
+        with self._device.compute():
+            self._update_rules()
+        weight = 0.0
+        for number, shape, run in self._runs(batches):
+            ends = heads, tails = self._ends(number, scheduled)
+            while len(self._pieces) >= PIECES:
+                _wait(self._pieces.popleft().done)
+            local = [self._localized(number, edges, scheduled) for edges in run]
+            piece = self._prepare[number](local, shape, heads, tails)
+            weight += piece.weight
+            self._device.compute.wait(piece.ready)
+            with self._device.compute():
+                for batch in range(piece.batches):
+                    self._step(number, piece, batch, (ends[1], ends[0]))
+                piece.done = self._device.compute.record()
+            self._pieces.append(piece)
+        self._on_device.trained(scheduled)
+        return weight
+
+    def _runs(self, batches: list[EdgeList]) -> Iterator[tuple[int, BatchShape, list[EdgeList]]]:
+        def key(edges: EdgeList) -> tuple[int, BatchShape]:
+            number = self._groups.of(edges)
+            return number, shape_of(self._recipe.groups[number], len(edges))
+
+        return runs(batches, key, PIECE)
+
+    def _step(self, number: int, piece: Piece, batch: int, ends: tuple[Ends, Ends]) -> None:
+        """Train on one batch: the first of a shape as it is, later ones by replaying its graph."""
+        step, tensors, shape = self._device_steps[number], piece.tensors.batch(batch), piece.shape
+        captured = self._captured.setdefault((number, shape), CapturedStep(step))
+        captured.calls += 1
+        if not self._device.graphs or not step.captured or captured.calls == 1:
+            step(tensors, shape, ends, piece.relations[batch])
+            return
+        if captured.inputs is None or captured.replay is None:
+            inputs = captured.inputs = tensors.like()
+            inputs.copy_(tensors)
+            captured.replay = self._device.captured(lambda: step(inputs, shape, ends, piece.relations[batch]))
+        captured.inputs.copy_(tensors)
+        captured.replay()
+
+    def _ends(self, number: int, scheduled: ScheduledBucket) -> tuple[Ends, Ends]:
+        """Return where the rows of a group's heads and tails are."""
+        types, bucket = self._recipe.groups[number].types, scheduled.bucket
+        heads, tails = (self._on_device.ends(t, partition) for t, partition in zip(types, bucket, strict=True))
+        return heads, tails
+
+    # ------------------------------------------------------------------------------------------ losses
+
+    def _read_later(self, lost: Tensor) -> Tensor:
+        """Copy a sum of losses to the host, asynchronously, and reset it."""
+        host = self._device.pinned(1, dtype=torch.float64)
+        host.copy_(lost, non_blocking=True)
+        lost.zero_()
+        return host
+
+    def _losses(self, most: int) -> tuple[float, float]:
+        """Return the sums of losses and weights of all calls but the last ``most``.
+
+        Raises:
+            DataError: a loss is NaN or infinite.
+        """
+        total = weight = 0.0
+        while len(self._unread) > most:
+            lost, event, counted, bucket = self._unread.popleft()
+            _wait(event)
+            value = float(torch.cat(lost).sum())
+            if not math.isfinite(value):
+                raise diverged(bucket, value)
+            total, weight = total + value, weight + counted
+        return total, weight
+
+    def _rows(self, number: int, scheduled: ScheduledBucket) -> tuple[PartitionRows, PartitionRows]:
+        self._on_device.begin(scheduled)
+        rows = []
+        for entity_type, end in zip(self._recipe.groups[number].types, self._ends(number, scheduled), strict=True):
+            table, part = self._on_device.tables[entity_type], slice(end.first, end.first + end.count)
+            rows.append(PartitionRows(table.value[part], table.state[part], torch.empty(0)))
+        return rows[0], rows[1]
+
+    def _score(self, held: EdgeList, scheduled: ScheduledBucket) -> float:
+        if not len(held):
+            return 0.0
+        with self._device.compute():
+            return super()._score(held, scheduled)
+
+    def _to_device(self, edges: EdgeList) -> EdgeList:
+        columns = (edges.heads, edges.relation, edges.tails)
+        return replace(edges, **dict(zip(("heads", "relation", "tails"), map(self._device.moved, columns), strict=True)))
+
+    def _refuse(self, error: torch.OutOfMemoryError) -> NoReturn:
+        """Raise an error that names what takes the memory."""
+        size, slots = self._on_device.partition_bytes, self._on_device.slots
+        largest = max((shape.rows for _, shape in self._captured), default=0)
+        width = max(group.dimension for group in self._recipe.groups)
+        raise ConfigError(
+            f"the GPU's memory is used up: {slots} partitions of {size:,} bytes are on it, and a batch has {largest:,} "
+            f"rows of {width} numbers, each twice.",
+            hint="raise strategy.num_partitions or set strategy.device_partitions=3; lower data.batch_size, "
+            "model.num_uniform_negs or model.dimension.",
+        ) from error
+
+
+def _wait(event: Event) -> None:
+    """Block until an event has happened."""
+    if event is not None:
+        event.synchronize()
