@@ -44,7 +44,7 @@ def gather(table: Tensor, ids: Tensor, result: Tensor) -> None:
 @triton.jit
 def _transform(
     tails, heads, ids, relation, weights, result, relations, width,
-    C: tl.constexpr, M: tl.constexpr, K: tl.constexpr, D: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr,
+    C, M, K, D: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     direction = tl.program_id(0) // (C * M)
     edge = tl.program_id(0) % (C * M)
@@ -80,8 +80,11 @@ def _transform(
 @triton.jit
 def _of_side(direction, tails, heads, column, mask):
     """Load a row of the given end: a head in direction 0, a tail in direction 1."""
-    x = tl.load(heads + column, mask=mask & (direction == 0), other=0.0)
-    return x + tl.load(tails + column, mask=mask & (direction == 1), other=0.0)
+    if direction == 0:
+        x = tl.load(heads + column, mask=mask, other=0.0)
+    else:
+        x = tl.load(tails + column, mask=mask, other=0.0)
+    return x
 
 
 def transform(
@@ -99,10 +102,10 @@ def transform(
 @triton.jit
 def _loss(
     scores, weight, edges, lost, stride,
-    margin: tl.constexpr, M: tl.constexpr, K: tl.constexpr, EDGES_: tl.constexpr, LOSS: tl.constexpr, BLOCK: tl.constexpr,
+    M, K, edges_of_batch, margin: tl.constexpr, LOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0)
-    edge = query % EDGES_
+    edge = query % edges_of_batch
     answer = edge % M
     total_edges = tl.load(edges)
     valid = edge < total_edges
@@ -155,15 +158,15 @@ def loss(scores: Tensor, batch: BatchTensors, shape: BatchShape, name: int, marg
     """See :func:`gtrain_pbg.device.kernels.loss`."""
     block = _block(shape.columns)
     _loss[(2 * shape.edges,)](
-        scores, batch.weight, batch.edges, lost, scores.stride(2), margin,
-        shape.slots, shape.columns, shape.edges, name, block, num_warps=_warps(block),
+        scores, batch.weight, batch.edges, lost, scores.stride(2),
+        shape.slots, shape.columns, shape.edges, margin, name, block, num_warps=_warps(block),
     )  # fmt: skip
 
 
 @triton.jit
 def _transform_backward(
     tails, heads, ids, relation, order, weights, gradients, by_query, by_end, relations, width,
-    C: tl.constexpr, M: tl.constexpr, K: tl.constexpr, D: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr,
+    C, M, K, D: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
     direction = tl.program_id(0)
@@ -184,13 +187,14 @@ def _transform_backward(
         if CODE != 0:
             # sums of edges of one relation leave the registers when the relation changes
             target = gradients + (of_direction + current) * W + column
-            tl.atomic_add(target, by_a, mask=inside & changed)
-            by_a = tl.where(changed, 0.0, by_a)
+            leaving = column < tl.where(changed, W, 0)
+            tl.atomic_add(target, by_a, mask=leaving)
+            by_a = tl.where(leaving, 0.0, by_a)
             if CODE == 3:
-                tl.atomic_add(target + relations * W, by_b, mask=inside & changed)
-                by_b = tl.where(changed, 0.0, by_b)
+                tl.atomic_add(target + relations * W, by_b, mask=leaving)
+                by_b = tl.where(leaving, 0.0, by_b)
             current = tl.where(changed, r, current)
-        mask = inside & exists
+        mask = column < tl.where(exists, W, 0)
         row = tl.load(ids + ((1 - direction) * C + edge // M) * K + edge % M).to(tl.int64) * width
         memory = (direction * C * M + edge).to(tl.int64) * D
         u = tl.load(by_query + memory + column, mask=mask, other=0.0).to(dtype)
@@ -288,7 +292,7 @@ def update_relations(batch: BatchTensors, operators: Any, rule: Tensor, name: in
 @triton.jit
 def _update_rows(
     value, state, ids, order, starts, distinct, by_row, by_end, rule, first, width, state_width,
-    HALF: tl.constexpr, M: tl.constexpr, K: tl.constexpr, EDGES_: tl.constexpr,
+    half, M, K, edges_of_batch,
     HAS_ENDS: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
@@ -310,7 +314,7 @@ def _update_rows(
             if HAS_ENDS:
                 slot = position % K
                 is_edge = exists & (slot < M)
-                edge = (1 - position // HALF) * EDGES_ + (position % HALF) // K * M + slot
+                edge = (1 - position // half) * edges_of_batch + (position % half) // K * M + slot
                 memory = by_end + edge.to(tl.int64)[:, None] * width + column[None, :]
                 gradient += tl.sum(tl.load(memory, mask=mask & is_edge[:, None], other=0.0), 0)
         if tl.max((gradient != 0).to(tl.int32), 0) > 0:
