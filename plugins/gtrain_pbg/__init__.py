@@ -8,7 +8,6 @@ SERVES = Serves(
     refusal="it trains tables of embeddings from edges alone, and no layers that pass messages",
     tasks=("link",),
     limits={
-        "trainer.accelerator": Limit(("cpu", "gpu", "cuda", "auto"), "trains on CPUs and on NVIDIA GPUs"),
         **FULL_PRECISION,
         **UNEQUAL_STEPS,
         "trainer.gradient_clip_val": Limit((None, 0), "applies the gradients of a step at once"),

@@ -293,11 +293,11 @@ class PBGStrategy(GraphStrategy):
             # In the order of the source data: the module takes it as it is.
             one_partition = table.partitions.count == 1
             layer.move_back(table.read(0) if one_partition else layer.weight.new_empty(0, layer.table.dim))
-        self._worker = None
         # Frees the GPU's memory: a later run copies from the host again.
-        if isinstance(self._training, DeviceTraining):
-            self._training.release()
         self._installed.tables.detach()
+        if isinstance(self._training, DeviceTraining) and self._worker is not None:
+            self._training.release()
+        self._worker = None
         self._installed.common = self._device = None
 
     # ------------------------------------------------------------------------------------------ batches

@@ -188,11 +188,19 @@ class BatchPreparation:
             by_table = ids.view(n, 1, -1) if same else ids.view(n, 2, -1)
             order, starts, distinct = sort_by_row(by_table, max(heads.rows, tails.rows))
             relation = ends[2]
-            sorted_relations = sort_by_row(relation.unsqueeze(1), self._recipe.num_relations)
+            by_relation = sort_by_row(relation.unsqueeze(1), self._recipe.num_relations)
             tensors = BatchTensors(
-                *(ids.view(n, -1), order.view(n, -1), starts, distinct, relation),
-                *(of_relation.squeeze(1) for of_relation in sorted_relations[:2]),
-                *(sorted_relations[2], device.moved(counts), device.moved(weight), device.moved(total)),
+                ids=ids.view(n, -1),
+                order=order.view(n, -1),
+                starts=starts,
+                distinct=distinct,
+                relation=relation,
+                relation_order=by_relation[0].squeeze(1),
+                relation_starts=by_relation[1].squeeze(1),
+                relation_distinct=by_relation[2],
+                edges=device.moved(counts),
+                weight=device.moved(weight),
+                total=device.moved(total),
             )
             ready = device.prepare.record()
         return Piece(shape, n, tensors, ready, host[2], float(total.sum()))

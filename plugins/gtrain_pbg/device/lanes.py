@@ -95,8 +95,8 @@ class Device:
         end = max(tensor.data_ptr() + tensor.nbytes for tensor in parts)
         code = int(torch.cuda.cudart().cudaHostRegister(begin, -(-(end - begin) // PAGE) * PAGE, 0))
         if code:
-            log.warning("%d MB of host memory could not be pinned (CUDA error %d): partitions are copied more slowly, and "
-                        "not while the GPU computes", (end - begin) >> 20, code)  # fmt: skip
+            log.warning("%d MB of host memory could not be pinned (CUDA error %d): partitions are copied more slowly, "
+                        "and not while the GPU computes", (end - begin) >> 20, code)  # fmt: skip
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
         """Capture work in a CUDA graph and return a function that replays it; it has run once before.
@@ -107,8 +107,6 @@ class Device:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads swap partitions meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self.compute.stream, capture_error_mode="thread_local"
-        ):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self.compute.stream, capture_error_mode="thread_local"):
             work()
         return graph.replay

@@ -276,7 +276,12 @@ class EdgeLosses:
     """
 
     def __init__(
-        self, step: PlainStep, parameters: Mapping[str, Tensor], batch: BatchTensors, shape: BatchShape, relations: Tensor
+        self,
+        step: PlainStep,
+        parameters: Mapping[str, Tensor],
+        batch: BatchTensors,
+        shape: BatchShape,
+        relations: Tensor,
     ) -> None:
         self._step, self._recipe, self._batch, self._shape = step, step.recipe, batch, shape
         self._parameters, self._relations = parameters, relations
@@ -290,9 +295,7 @@ class EdgeLosses:
         own = torch.arange(shape.slots, device=device).unsqueeze(1) == column
         self._absent = ~filled.unsqueeze(1) | own
 
-    def total(
-        self, leaves: Sequence[Tensor], every: Sequence[Tensor | None], ends: tuple[Ends, Ends]
-    ) -> Tensor:
+    def total(self, leaves: Sequence[Tensor], every: Sequence[Tensor | None], ends: tuple[Ends, Ends]) -> Tensor:
         """Return the weighted loss.
 
         Args:
@@ -327,9 +330,7 @@ class EdgeLosses:
         each = torch.stack(losses).sum(0)
         return torch.where(self._valid.flatten(), each.flatten() * self._batch.weight, 0).sum()
 
-    def _side(
-        self, query: Tensor, rows: Tensor, given: Tensor, every: Tensor | None, end: Ends, side: int
-    ) -> Tensor:
+    def _side(self, query: Tensor, rows: Tensor, given: Tensor, every: Tensor | None, end: Ends, side: int) -> Tensor:
         """Return the loss of each edge ``[C, m]`` in one direction; ``side`` is that of the candidates."""
         shape, recipe = self._shape, self._recipe
         answers = rows[:, : shape.slots]

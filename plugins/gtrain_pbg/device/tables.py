@@ -234,9 +234,9 @@ class DeviceTables:
             self._resident |= bucket
             self._turn += 1
             self._ahead, self._needed = scheduled.ahead, set(scheduled.bucket) | set(scheduled.ahead)
-            for partition, slot in bucket.items():
+            for partition, host in bucket.items():
                 if partition not in self._in:
-                    self._load(partition, slot, set(bucket))
+                    self._load(partition, host, set(bucket))
                 slot = self._slot[self._in[partition]]
                 slot.turn = self._turn
                 self._device.compute.wait(slot.loaded)

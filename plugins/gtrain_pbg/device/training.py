@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -117,6 +117,9 @@ class DeviceTraining(BucketTraining):
         Raises:
             DataError: a loss is NaN or infinite.
         """
+        if self._several:
+            # What other machines have changed since the last bucket.
+            self._on_device.common.save()
         try:
             with torch.no_grad():
                 weight = self._train(batches, scheduled)
@@ -231,8 +234,8 @@ class DeviceTraining(BucketTraining):
             return super()._score(held, scheduled)
 
     def _to_device(self, edges: EdgeList) -> EdgeList:
-        columns = (edges.heads, edges.relation, edges.tails)
-        return replace(edges, **dict(zip(("heads", "relation", "tails"), map(self._device.moved, columns), strict=True)))
+        moved = self._device.moved
+        return EdgeList(moved(edges.heads), moved(edges.relation), moved(edges.tails), None)
 
     def _refuse(self, error: torch.OutOfMemoryError) -> NoReturn:
         """Raise an error that names what takes the memory."""

@@ -4,6 +4,10 @@ A program has whole rows: D columns are padded to a power of two and masked. All
 they are multiplied by a width, because a table may have more than 2^31 numbers.
 """
 
+# Triton has types of its own, which it infers.
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
 from __future__ import annotations
 
 from typing import Any
@@ -348,5 +352,3 @@ def _block(columns: int) -> int:
 
 def _warps(block: int) -> int:
     return min(16, max(4, block // 512))
-
-

@@ -236,7 +236,6 @@ def test_servers_by_hand_take_the_free_ranks_of_a_role_that_is_left_to_them(stor
     [
         ("pbg", "trainer.max_steps", 7),
         ("pbg", "trainer.val_check_interval", 0.5),
-        ("pbg", "trainer.accelerator", "gpu"),
         ("ps", "trainer.precision", "bf16-mixed"),
         ("sar", "data.batch_size", 16),
         ("single", "data.num_neighbors", [10, 10]),

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import some_slow
+from torch import Tensor
 from unit.pbg.test_step import (
     COMPARATORS,
     LOSSES,
     NODES,
     OPERATORS,
-    RELATIONS,
     VARIANTS,
     Fused,
     Reference,
@@ -21,7 +21,6 @@ from unit.pbg.test_step import (
     make_model,
     tolerance_of,
 )
-from torch import Tensor
 
 from gtrain.model.kg.embedding import KGEmbedding
 from gtrain.model.kg.training import Triples
@@ -75,9 +74,7 @@ class OnDevice:
             )
         )
         tables = self.table, self.table
-        self.step, self.common = on_device(
-            self.recipe, 0, tables, rules, self.device, of_relations, low or value.dtype
-        )
+        self.step, self.common = on_device(self.recipe, 0, tables, rules, self.device, of_relations, low or value.dtype)
         self.prepare = BatchPreparation(self.recipe.groups[0], value.dtype, self.device)
 
     def train(self, edges: Triples, drawn_seed: int) -> float:
@@ -191,8 +188,3 @@ def test_positions_are_sorted_by_row_in_each_list() -> None:
             assert torch.equal(spans.diff(), sizes) and int(spans[-1]) == 20
             ordered = rows[i, j][order[i, j].long()]
             assert torch.equal(ordered[spans[:-1]], some) and torch.equal(ordered, rows[i, j].sort().values)
-
-
-def test_relations_without_operators_and_repeated_ones_share_nothing() -> None:
-    assert RELATIONS == 3 and fits(make_model().recipe().groups[0])
-    assert not fits(make_model(bias=True).recipe().groups[0])
