@@ -14,10 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gtrain.model.kg.scores import make_comparator
-from gtrain.model.kg.training import make_loss
 from gtrain.nn.recipe import EdgeRecipe
-from gtrain_pbg.device import kernels
+from gtrain_pbg.device import kernels, scores
 from gtrain_pbg.device.batches import BatchShape, BatchTensors, Ends
 from gtrain_pbg.device.kernels import DeviceRule, DeviceTable, PackedOperators
 
@@ -140,12 +138,12 @@ class FusedStep(DeviceStep):
         kernels.gather(values, batch.ids, shape, buffers.rows)
         kernels.transform(values, batch, shape, self._operators, buffers.queries)
         chunks = [tensor.flatten(0, 1) for tensor in (buffers.rows, buffers.queries, buffers.scores)]
-        rows, queries, scores = chunks
-        scores = scores[..., : shape.columns]
-        torch.bmm(queries, rows.transpose(1, 2), out=scores)
+        rows, queries, products = chunks
+        products = products[..., : shape.columns]
+        torch.bmm(queries, rows.transpose(1, 2), out=products)
         kernels.loss(buffers.scores, batch, shape, recipe.loss, recipe.margin, buffers.lost)
-        torch.bmm(scores, rows, out=buffers.by_queries.flatten(0, 1))
-        torch.bmm(scores.transpose(1, 2), queries, out=buffers.by_rows.flatten(0, 1))
+        torch.bmm(products, rows, out=buffers.by_queries.flatten(0, 1))
+        torch.bmm(products.transpose(1, 2), queries, out=buffers.by_rows.flatten(0, 1))
         by_ends = buffers.by_ends
         kernels.transform_backward(values, batch, shape, self._operators, buffers.by_queries, by_ends)
         if self._operators.name != "none":
@@ -175,7 +173,7 @@ class FusedStep(DeviceStep):
 
 
 class PlainStep(DeviceStep):
-    """Any model, by autograd of the formulas of :mod:`gtrain.model.kg`.
+    """Any model, by autograd of the formulas of :mod:`gtrain_pbg.device.scores`.
 
     Args:
         recipe, tables, rules, low: see :class:`DeviceStep`.
@@ -192,8 +190,6 @@ class PlainStep(DeviceStep):
     ) -> None:
         super().__init__(recipe, tables, rules, low)
         self._parameters = dict(parameters)
-        self._comparator = make_comparator(recipe.comparator)
-        self._loss = make_loss(recipe.loss, recipe.margin)
         # One product per relation that occurs, whose number depends on the batch; and one candidate per entity.
         self.captured = not recipe.all_negs and not (recipe.operator in ("linear", "affine") and recipe.reciprocal)
 
@@ -347,7 +343,7 @@ class EdgeLosses:
             loops = ids[0] == ids[1]
             own = self._pairs(query, given).masked_fill(loops, -torch.inf)
             negative = torch.cat([negative, own.unsqueeze(-1)], dim=-1)
-        return self._step._loss(true, negative)
+        return scores.loss_of(recipe.loss, true, negative, recipe.margin)
 
     # ------------------------------------------------------------------------------------------ rows and scores
 
@@ -360,18 +356,16 @@ class EdgeLosses:
 
     def _pairs(self, queries: Tensor, candidates: Tensor) -> Tensor:
         d = self._recipe.dimension
-        scores = self._step._comparator.pairs(queries[..., :d], candidates[..., :d])
-        return scores + queries[..., d] + candidates[..., d] if self._recipe.bias else scores
+        product = scores.pairs(self._recipe.comparator, queries[..., :d], candidates[..., :d])
+        return product + queries[..., d] + candidates[..., d] if self._recipe.bias else product
 
     def _all_pairs(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        d, low = self._recipe.dimension, self._step.low
-        reduced = low != self._step.dtype
-        with torch.autocast(queries.device.type, dtype=low, enabled=reduced, cache_enabled=False):
-            scores = self._step._comparator.all_pairs(queries[..., :d], candidates[..., :d])
-        scores = scores.to(self._step.dtype)
+        d = self._recipe.dimension
+        pair = queries[..., :d], candidates[..., :d]
+        product = scores.all_pairs(self._recipe.comparator, *pair, self._step.low)
         if not self._recipe.bias:
-            return scores
-        return scores + queries[..., d].unsqueeze(-1) + candidates[..., d].unsqueeze(-2)
+            return product
+        return product + queries[..., d].unsqueeze(-1) + candidates[..., d].unsqueeze(-2)
 
     def _transformed(self, direction: str, rows: Tensor) -> Tensor:
         """Transform rows ``[C, n, W]`` by the relations of the edges, or by the one relation of a static batch."""

@@ -158,6 +158,9 @@ class Recorder:
         self.turns.append((visit.bucket, len(batches)))
         return 1.0, 1.0
 
+    def drain(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
     def score_after(self, held: EdgeList, visit: ScheduledBucket) -> None:
         self.left.append((len(self.turns), visit.last))
 
