@@ -222,6 +222,10 @@ class Backend:
             (``gtrain.strategy.checkpoint.SavedRows``). It takes the checkpoint's folder, the layer's name and its
             ``TableSpec``. Empty: the rows are in the module's state.
         shortcuts: keys outside of ``strategy`` that its YAML file adds to the configuration.
+        gpu: what runs on a GPU with ``trainer.accelerator=gpu``, a clause for ``gtrain doctor``; empty: unknown, or
+            nothing.
+        less_memory: what reduces the memory that a rank needs on its device, clauses in the imperative, the most
+            effective first; for the message of a rank that ran out of it.
     """
 
     description: str
@@ -234,6 +238,8 @@ class Backend:
     parts_key: str = "data.num_parts"
     table_reader: str = ""
     shortcuts: tuple[str, ...] = ()
+    gpu: str = ""
+    less_memory: tuple[str, ...] = ()
 
     def load_table_reader(self) -> Callable[..., Any] | None:
         """Import the function of :attr:`table_reader`, and torch with it; None if the attribute is empty."""

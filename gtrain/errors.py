@@ -36,6 +36,10 @@ class DiskFullError(GtrainError):
     """A file cannot be written because its disk, or this user's quota of it, is full."""
 
 
+class DeviceMemoryError(GtrainError):
+    """A rank's device has no memory left; the message says what the memory held."""
+
+
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     """Add the path to an OSError without a file name, such as those of ``write`` and ``fsync``."""

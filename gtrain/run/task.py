@@ -133,7 +133,12 @@ class Task:
         pl.seed_everything(self.config["seed"], verbose=False)
         strategy = self.make_strategy()
         with contextlib.closing(strategy.local_copies):
-            return self._run(strategy)
+            try:
+                return self._run(strategy)
+            except Exception as exception:
+                if (explained := strategy.explained(exception)) is exception:
+                    raise
+                raise explained from exception
 
     def _run(self, strategy: GraphStrategy) -> float | None:
         config, run_dir = self.config, Path(self.config["paths"]["run"])

@@ -31,11 +31,11 @@ from torch.optim import Optimizer
 from torch_geometric.data import Data, HeteroData
 from torchmetrics import Metric
 
-from gtrain.backends import FULL_PRECISION, UNEQUAL_STEPS, Serves, Traits, get, not_honoured, serving
+from gtrain.backends import FULL_PRECISION, UNEQUAL_STEPS, Serves, Traits, get, installed, not_honoured, serving
 from gtrain.config import StrategyConfig
 from gtrain.data.batches.loader import SeedLoader
 from gtrain.data.module import GraphDataModule
-from gtrain.errors import ConfigError
+from gtrain.errors import ConfigError, GtrainError
 from gtrain.graph.store import Store
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import agent_environment, find_environment
@@ -47,7 +47,7 @@ from gtrain.object_store import is_address
 from gtrain.protocols import DrawsNegatives, StoreData, data_of, network_of, trainer_of
 from gtrain.settings import parameters, pop_settings, signature_of
 from gtrain.strategy import checkpoint as checkpoints
-from gtrain.strategy import trainer_checks
+from gtrain.strategy import device_memory, trainer_checks
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.folder_sharing import FolderSharing
 from gtrain.strategy.gradients import average_statistics, sum_gradients
@@ -133,6 +133,7 @@ class GraphStrategy(ParallelStrategy):
         self.trainer: pl.Trainer | None = None
         self._servers: Servers | None = None
         self._logged_warnings: set[str] = set()
+        self._explained: GtrainError | None = None
 
     # ------------------------------------------------------------------------ methods that backends implement
 
@@ -343,8 +344,27 @@ class GraphStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the cause before the teardown, because the agent shows the failure that is reported first."""
-        slots.report_failure(exception)
+        explained = self.explained(exception)
+        slots.report_failure(explained)
+        if explained is not exception:  # for programs, whose exception Lightning raises again
+            exception.add_note(f"gtrain: {explained}")
         super().on_exception(exception)
+
+    def explained(self, exception: BaseException) -> BaseException:
+        """Return the error that tells a user what to do, for an exception of this rank's device; else the exception."""
+        if not device_memory.is_out_of_memory(exception):
+            return exception
+        if self._explained is None:  # before the teardown, which frees the memory
+            backend = get(self.strategy_name) if self.strategy_name in installed() else None
+            self._explained = device_memory.out_of_memory(
+                exception,
+                rank=f"rank {self.global_rank} of {self.world_size}",
+                device=self.root_device,
+                module=self.lightning_module,
+                optimizers=self.optimizers,
+                hints=() if backend is None else backend.less_memory,
+            )
+        return self._explained or exception
 
     # ------------------------------------------------------------------------ servers and restarts
 

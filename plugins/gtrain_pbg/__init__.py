@@ -43,4 +43,11 @@ backend = Backend(
     store="gtrain_pbg.config:store_settings",
     parts_key="strategy.num_partitions",
     table_reader="gtrain_pbg.checkpoints:read_table",
+    gpu="partitions and batches are on the device, swapped from page-locked memory of the host while it computes",
+    less_memory=(
+        "raise strategy.num_partitions and set strategy.device_partitions=2",
+        "lower data.batch_size",
+        "lower model.dimension, model.num_batch_negs or model.num_uniform_negs",
+        "start fewer machines' workers on each device",
+    ),
 )

@@ -39,6 +39,13 @@ backend = Backend(
     conf="gtrain_ps.conf",
     serves=SERVES,
     store="gtrain_ps.config:store_settings",
+    gpu="servers stay on CPUs; the layers behind the tables, and the graph, are on the workers' devices",
+    less_memory=(
+        "lower data.batch_size",
+        "on a graph set data.num_neighbors, with which a batch is a sample of the graph",
+        "lower model.hidden_channels or model.num_layers",
+        "start fewer workers on each device",
+    ),
     table_reader="gtrain_ps.checkpoints:read_table",
     roles={
         "parameter": Role(

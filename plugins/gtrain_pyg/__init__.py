@@ -21,4 +21,12 @@ backend = Backend(
     strategy="gtrain_pyg.strategy:PygStrategy",
     conf="gtrain_pyg.conf",
     serves=SERVES,
+    gpu="batches are sampled on the CPU and copied to the device while earlier ones train",
+    less_memory=(
+        "lower data.batch_size or data.num_neighbors",
+        "set strategy.device_cache=0, or to fewer bytes",
+        "set trainer.precision=bf16-mixed",
+        "lower model.hidden_channels or model.num_layers",
+        "start fewer ranks on each device",
+    ),
 )

@@ -30,4 +30,11 @@ backend = Backend(
     conf="gtrain_sar.conf",
     serves=SERVES,
     shortcuts=("mode",),
+    gpu="each rank's part of the graph is on its device; convolutions run by Triton kernels",
+    less_memory=(
+        "set mode=1 and strategy.prefetch=0, with which a rank has the rows of one remote block at a time",
+        "start more ranks, each on a device of its own (trainer.devices, trainer.num_nodes)",
+        "set trainer.precision=bf16-mixed",
+        "lower model.hidden_channels or model.num_layers",
+    ),
 )

@@ -18,4 +18,11 @@ backend = Backend(
     strategy="gtrain_single.strategy:SingleStrategy",
     conf="gtrain_single.conf",
     serves=SERVES,
+    gpu="model, graph and features are on the device; convolutions run by Triton kernels",
+    less_memory=(
+        "choose strategy=pyg, which trains on sampled neighbourhoods (data.batch_size, data.num_neighbors), or "
+        "strategy=sar, which divides the graph among ranks on several devices",
+        "set trainer.precision=bf16-mixed",
+        "lower model.hidden_channels or model.num_layers",
+    ),
 )

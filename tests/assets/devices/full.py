@@ -1,0 +1,37 @@
+"""Callbacks with which a rank's device has no memory left."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class RunsOut(Callback):
+    """Raises what torch's allocator raises, on one rank, after its first backward pass.
+
+    Args:
+        rank: the rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Raise it."""
+        if trainer.global_rank == self._rank:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+class LimitsDevice(Callback):
+    """Lets a rank have a share of its GPU's memory.
+
+    Args:
+        share: of the memory, 0 to 1.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Set the limit."""
+        torch.cuda.set_per_process_memory_fraction(self._share)
