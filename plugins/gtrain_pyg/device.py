@@ -99,8 +99,8 @@ class DeviceCopies:
     def used(self, tensor: Tensor) -> None:
         """Keep a copy's memory until the work that its last user gave to the current stream is complete."""
         if self._stream is not None:
-            stream = torch.cuda.current_stream(self.device)
-            for array in arrays_of(tensor):
+            stream, dense = torch.cuda.current_stream(self.device), tensor.layout == torch.strided
+            for array in (tensor,) if dense and not is_compressed(tensor) else arrays_of(tensor):
                 array.record_stream(stream)
 
     def free_bytes(self) -> int:

@@ -396,14 +396,22 @@ def _normalise(
             assert degrees.last_loop is not None and degrees.loop_weights is not None
             loop, replaced = degrees.last_loop.masked_fill(degrees.loops == 0, fill), degrees.loop_weights
         total = total - replaced + loop
-        others = edge_index[0] != edge_index[1]
         nodes = torch.arange(num_nodes, device=edge_index.device).expand(2, -1)
-        edge_index = torch.cat([edge_index[:, others], nodes], 1)
-        weights = torch.cat([weights[others], loop])
+        others, other_weights = _without_loops(edge_index, weights, remove=not edge_index.is_cuda)
+        edge_index, weights = torch.cat([others, nodes], 1), torch.cat([other_weights, loop])
     root = total.pow(-0.5)
     root = root.masked_fill(root == float("inf"), 0)
     normalised = root[edge_index[0]] * weights * root[edge_index[1]]
     return edge_index, normalised.to(edge_weight.dtype if edge_weight is not None else dtype)
+
+
+def _without_loops(edge_index: Tensor, weights: Tensor, *, remove: bool) -> tuple[Tensor, Tensor]:
+    """Return edges and their weights without self-loops, or with a weight of 0 for these.
+
+    To remove edges on a GPU, the CPU would have to wait for the number of the others.
+    """
+    others = edge_index[0] != edge_index[1]
+    return (edge_index[:, others], weights[others]) if remove else (edge_index, weights * others)
 
 
 def _scale(edges: _SampledEdges, degrees: Degrees, target: Tensor) -> Tensor:

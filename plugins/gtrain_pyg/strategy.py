@@ -42,8 +42,9 @@ from gtrain_pyg.sampling.sampler import DistributedSampler
 from gtrain_pyg.seeds import LinkEvaluation, SeedSource, link_seeds, local_nodes, node_seeds, seed_nodes
 
 _KEPT_MEBIBYTES = 1024
-_OTHER_CORES, _MOST_THREADS = 2, 16
-"""With a GPU: cores that are left for training and copying, and most sampling threads, whose batches take memory."""
+_OTHER_CORES, _MOST_THREADS, _MOST_COMPLETE = 2, 16, 2
+"""With a GPU: cores that are left for training and copying, and most sampling threads, also with all neighbours, since
+the batches that they make take memory."""
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _WIRE_DTYPES = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -91,7 +92,9 @@ class Shard:
             lambda make: self.shared.arrays("halo-cache", min(hosting.parts), make),
         )
 
-    def fill_device_cache(self, loader: SeedLoader, options: SamplingOptions, nbytes: int, least_visits: float) -> None:
+    def fill_device_cache(
+        self, loader: SeedLoader, options: SamplingOptions, nbytes: int, least_visits: float, threads: int
+    ) -> None:
         """Cache the rows that this rank is likeliest to need on its GPU, once.
 
         Args:
@@ -99,10 +102,11 @@ class Shard:
             options: how they are sampled.
             nbytes: most bytes on the GPU.
             least_visits: remote nodes that a batch is expected to need less often are not cached.
+            threads: threads that gather the rows.
         """
         if self.mover is None or self.mover.cache is not None or not nbytes:
             return
-        cache, parts = DeviceCache(self.mover.copies.device), (self.peers.hosting.rank,)
+        cache, parts = DeviceCache(self.mover.copies.device, threads), (self.peers.hosting.rank,)
         cache.fill(
             self.features,
             nbytes,
@@ -241,7 +245,7 @@ class PygStrategy(GraphStrategy):
                 nbytes, steps = self._device_cache_bytes(shard.mover.copies), len(loader) * self._epochs
                 # Of the rows that the user did not ask for, those that the run is expected to need.
                 least = 1 / steps if self.settings.device_bytes is None else 0.0
-                shard.fill_device_cache(loader, options, nbytes, least)
+                shard.fill_device_cache(loader, options, nbytes, least, plan.threads)
                 cache = shard.mover.cache
                 self._resolved["strategy.device_cache"] = 0 if cache is None else cache.nbytes
                 self._resolved["strategy.threads"] = plan.threads
@@ -329,16 +333,18 @@ class PygStrategy(GraphStrategy):
         epochs = None if self.trainer is None else self.trainer.max_epochs
         return epochs if epochs is not None and epochs > 0 else 1000
 
-    def _threads(self, *, remote: bool) -> int:
+    def _threads(self, options: SamplingOptions, *, remote: bool) -> int:
         """Return the number of sampling threads."""
         if self.settings.threads is not None:
             return self.settings.threads
         least = 2 if remote else 1
         if self.root_device.type == "cpu":
             return max(torch.get_num_threads(), least)
+        assert self._opened is not None
         # Not torch's threads, of which a rank with a GPU is often given one (OMP_NUM_THREADS).
         cores = len(os.sched_getaffinity(0)) // ranks_on_this_machine()
-        return min(max(cores - _OTHER_CORES, least), _MOST_THREADS)
+        complete = any(-1 in counts for counts in options.fan_out(self._opened.store.edge_types).values())
+        return max(min(cores - _OTHER_CORES, _MOST_COMPLETE if complete else _MOST_THREADS), least)
 
     # ------------------------------------------------------------------------------------------------- batches
 
@@ -360,7 +366,7 @@ class PygStrategy(GraphStrategy):
     def _plan(self, shard: Shard, options: SamplingOptions) -> PrefetchPlan:
         settings, remote = self.settings, shard.has_remote_parts
         return PrefetchPlan(
-            threads=self._threads(remote=remote),
+            threads=self._threads(options, remote=remote),
             prefetch=settings.prefetch,
             lookahead=settings.lookahead if remote else 1,
             # on a CPU, assembly and step would compete for the cores: a second batch's memory gains nothing

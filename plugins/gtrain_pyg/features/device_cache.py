@@ -12,8 +12,11 @@ then not requested again. ::
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,10 +64,11 @@ class DeviceCache:
 
     Args:
         device: the device.
+        threads: threads that gather rows while the cache is filled.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, threads: int = 1) -> None:
+        self._device, self._threads = device, threads
         self._tables: dict[NodeOrEdgeType, _Table] = {}
 
     def __contains__(self, graph_type: object) -> bool:
@@ -147,12 +151,22 @@ class DeviceCache:
             shape, dtype = features.shape(graph_type, name)[1:], _cached_dtype(features, graph_type, name)
             tensors[name] = torch.empty((rows, *shape), dtype=dtype, device=self._device)
         step = max(1, int(FILL_BYTES / max(1.0, features.row_bytes(graph_type))))
-        for start in range(0, rows, step):
+
+        def fetch(start: int) -> dict[str, Tensor]:
             stop = min(start + step, rows)
             block = np.arange(start, stop) if ids is None else ids[start:stop]
-            fetched = features.prefetch({graph_type: block}, as_stored=True).get()[graph_type]
-            for name, tensor in fetched.items():
-                tensors[name][start:stop] = tensor  # converts, as it does in a batch, and waits
+            return features.prefetch({graph_type: block}, as_stored=True).get()[graph_type]
+
+        with ThreadPoolExecutor(self._threads, "gtrain-fill") as pool:
+            queue, fetching = iter(range(0, rows, step)), deque[tuple[int, Future[dict[str, Tensor]]]]()
+            while True:
+                ahead = itertools.islice(queue, 2 * self._threads - len(fetching))
+                fetching.extend((start, pool.submit(fetch, start)) for start in ahead)
+                if not fetching:
+                    break
+                start, fetched = fetching.popleft()
+                for name, tensor in fetched.result().items():
+                    tensors[name][start : start + len(tensor)] = tensor  # converts, as it does in a batch, and waits
         bits = ranks = None
         if ids is not None:
             bits, ranks = np.zeros(count // 64 + 1, np.uint64), np.zeros(count // 64 + 1, np.uint32)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from gtrain import PlantedData
+from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import EDGE_TYPE
 from gtrain.model.classification import NodeClassifier
@@ -27,7 +30,7 @@ from gtrain.model.link_predictor import LinkPredictor
 from gtrain.model.networks import gcn, sage
 from gtrain_pyg.buffers import BufferPool, pinned_memory, private_memory
 from gtrain_pyg.device import BatchMover, DeviceCopies, HostBatch
-from gtrain_pyg.features import kernels
+from gtrain_pyg.features import device_cache, kernels
 from gtrain_pyg.features.cache import expected_visits
 from gtrain_pyg.features.device_cache import DeviceCache
 from gtrain_pyg.features.feature_store import FeatureStore, RowCounts
@@ -98,11 +101,12 @@ def test_rows_are_divided_into_cached_and_missing_ones() -> None:
 @pytest.mark.parametrize("dtype", [None, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("nbytes", [0, 300, 1200, 1 << 20])
 def test_rows_are_the_same_with_every_size_of_the_cache(
-    ranks: Ranks, hosted: list[int], dtype: torch.dtype | None, nbytes: int
+    ranks: Ranks, hosted: list[int], dtype: torch.dtype | None, nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(device_cache, "FILL_BYTES", 500)  # several blocks
     plain, _ = ranks.rows(hosted, NAMES, dtype=dtype)
     features, peers = ranks.rows(hosted, NAMES, dtype=dtype)
-    cache = DeviceCache(CPU)
+    cache = DeviceCache(CPU, threads=2)
     cache.fill(features, nbytes, lambda: visits_of(ranks.store))
     assert cache.nbytes <= nbytes
     features.counts = RowCounts()
@@ -435,3 +439,19 @@ def test_a_hook_that_moves_batches_gets_them_from_the_host(monkeypatch: pytest.M
     for module, copies in ((pl.LightningModule(), True), (Hooked(), False)):
         strategy._lightning_module = module
         assert (strategy._device_copies() is not None) == copies
+
+
+@pytest.mark.parametrize(
+    ("cores", "fan_out", "threads"), [(16, (15, 10), 14), (1, (15, 10), 1), (64, (15, 10), 16), (16, (15, -1), 2)]
+)
+def test_sampling_threads_of_a_gpu(
+    cores: int, fan_out: tuple[int, ...], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All cores but two; few where a batch may be most of the graph."""
+    strategy, options = PygStrategy(), SamplingOptions(fan_out)
+    strategy._opened = SimpleNamespace(store=SimpleNamespace(edge_types=[EDGE_TYPE]))  # type: ignore[assignment]
+    monkeypatch.setattr(PygStrategy, "root_device", torch.device("cuda", 0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert strategy._threads(options, remote=False) == threads
+    assert strategy._threads(options, remote=True) == max(threads, 2)
+    assert PygStrategy(threads=5)._threads(options, remote=False) == 5

@@ -138,7 +138,15 @@ CONVS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CONVS)
-def test_with_every_neighbour_it_is_the_whole_graphs(name: str, graph: Store) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_with_every_neighbour_it_is_the_whole_graphs(
+    name: str, device: str, graph: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as on a GPU, where self-loops get a weight of 0 instead of being removed."""
+    without_loops = degrees._without_loops
+    monkeypatch.setattr(
+        degrees, "_without_loops", lambda edges, weights, remove: without_loops(edges, weights, remove=device == "cpu")
+    )
     torch.manual_seed(0)
     conv = CONVS[name]()
     sampled = Sampled(graph, SamplingOptions((-1,) * conv_hops(conv.conv)))
