@@ -179,16 +179,17 @@ def _epoch(epoch: int | None) -> str:
 def _rank_table(ranks: list[dict[str, Any]]) -> Table:
     """Return the table of memory, bytes and time of each rank, with the lower bound of the bytes if a rank has one."""
     bounded = any(rank["comm_bound_bytes"] is not None for rank in ranks)
-    bound_heading = ("lower bound MiB",) * bounded
-    table = _table(
-        *("rank", "peak MiB", "imports MiB", "sent MiB", *bound_heading, "received MiB", "waiting s", "CPU s")
-    )
+    on_device = any(rank["peak_device_bytes"] for rank in ranks)
+    bound_heading, device_heading = ("lower bound MiB",) * bounded, ("GPU MiB",) * on_device
+    memory = ("peak MiB", "imports MiB", *device_heading)
+    table = _table(*("rank", *memory, "sent MiB", *bound_heading, "received MiB", "waiting s", "CPU s"))
     for rank in ranks:
         bound = rank["comm_bound_bytes"]
         table.add_row(
             str(rank["rank"]) if rank["role"] == "worker" else f"{rank['role']} {rank['rank']}",
             _mib(rank["peak_rss_bytes"]),
             _mib(rank["baseline_rss_bytes"]),
+            *([_mib(rank["peak_device_bytes"])] * on_device),
             _mib(rank["bytes_sent"]),
             *(["-" if bound is None else _mib(bound)] * bounded),
             _mib(rank["bytes_received"]),

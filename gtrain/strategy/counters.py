@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -129,6 +130,7 @@ class PeakMemory:
             "baseline_rss_bytes": self._baseline_rss,
             "peak_anonymous_bytes": max(self._peak, anonymous_bytes()),
             "baseline_anonymous_bytes": self._baseline,
+            "peak_device_bytes": peak_device_bytes(),
         }
 
     def _sample(self) -> None:
@@ -140,6 +142,12 @@ class PeakMemory:
 def anonymous_bytes() -> int:
     """Return the resident memory of this process that is not backed by a file, shared memory included, in bytes."""
     return _status(rb"Rss(?:Anon|Shmem)")
+
+
+def peak_device_bytes() -> int:
+    """Return the peak memory of tensors on this process's GPU in bytes; 0 if it uses none."""
+    torch = sys.modules.get("torch")  # servers may not have imported it
+    return torch.cuda.max_memory_allocated() if torch is not None and torch.cuda.is_initialized() else 0
 
 
 def _status(names: bytes) -> int:
