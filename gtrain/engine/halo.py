@@ -84,8 +84,7 @@ class PendingExchange:
 
     def __init__(self, group: Group, incoming: Tensor | Packet, source: int, tag: int) -> None:
         self._group, self._tag = group, tag
-        buffer, pieces = (incoming.buffer, incoming.pieces) if isinstance(incoming, Packet) else (incoming, [incoming])
-        self._pieces: list[Tensor] = pieces
+        buffer, self._pieces = _buffer_and_pieces(incoming)
         self._receives = deque((end, group.receive(piece, source, tag)) for end, piece in _split(buffer))
         self._sends: list[Transfer] = []
         self._dtypes: list[torch.dtype] | None = None
@@ -134,6 +133,31 @@ class PendingExchange:
         return self
 
 
+class DeviceExchange(PendingExchange):
+    """The messages of one round between GPUs, both directions at once and whole.
+
+    Args:
+        group: the ranks.
+        outgoing: what this rank sends.
+        to: the receiving rank.
+        incoming: the received tensor or packet.
+        source: the sending rank.
+    """
+
+    def __init__(self, group: Group, outgoing: Tensor, to: int, incoming: Tensor | Packet, source: int) -> None:
+        assert group.devices is not None
+        buffer, self._pieces = _buffer_and_pieces(incoming)
+        self._dtypes: list[torch.dtype] | None = None
+        self._sent = _as_bytes(outgoing)
+        group.counters.sent(self._sent.nbytes)
+        group.counters.received(buffer.nbytes)
+        self._wait = group.devices.swap(self._sent, to, _as_bytes(buffer), source)
+
+    def _arriving(self) -> Iterator[int]:
+        self._wait()
+        yield self._pieces[0].nbytes
+
+
 def peers(group: Group, r: int) -> tuple[int, int]:
     """Return the rank that reads from this one in round r, and the rank that this one reads from."""
     return (group.rank + r) % group.size, (group.rank - r) % group.size
@@ -144,6 +168,10 @@ def send_forward(
 ) -> PendingExchange:
     """Post round r towards the readers: send to the reader of this rank, receive from the owner it reads from."""
     reader, owner = peers(group, r)
+    if group.devices is not None and group.devices.takes(outgoing):
+        if fill is not None:
+            fill(outgoing.nbytes)
+        return DeviceExchange(group, outgoing, reader, incoming, owner)
     return PendingExchange(group, incoming, owner, tag).send(outgoing, reader, fill)
 
 
@@ -154,9 +182,17 @@ def send_backward(
     return send_forward(group, -r, outgoing, incoming, tag, fill)
 
 
+def _buffer_and_pieces(incoming: Tensor | Packet) -> tuple[Tensor, list[Tensor]]:
+    return (incoming.buffer, incoming.pieces) if isinstance(incoming, Packet) else (incoming, [incoming])
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
 def _split(buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield the end and the bytes of each piece of a message; sender and receiver split it alike."""
-    flat = buffer.view(-1).view(torch.uint8)
+    flat = _as_bytes(buffer)
     start, most = 0, LEAST_BYTES
     while start < len(flat):
         rest = len(flat) - start

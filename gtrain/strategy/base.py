@@ -39,6 +39,7 @@ from gtrain.errors import ConfigError, GtrainError
 from gtrain.graph.store import Store
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import agent_environment, find_environment
+from gtrain.launch.job_store import job_store
 from gtrain.launch.logs import watch_stacks_signal
 from gtrain.model.inputs import check_weights, unread_data, weight_demand, zero_demand
 from gtrain.nn import RemoteTableStorage, tables
@@ -49,6 +50,7 @@ from gtrain.settings import parameters, pop_settings, signature_of
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy import device_memory, trainer_checks
 from gtrain.strategy.counters import Counters
+from gtrain.strategy.device_group import connect_devices
 from gtrain.strategy.folder_sharing import FolderSharing
 from gtrain.strategy.gradients import average_statistics, sum_gradients
 from gtrain.strategy.group import Group, form_group
@@ -287,6 +289,10 @@ class GraphStrategy(ParallelStrategy):
         self.check_module(self.lightning_module)
         self._check_edge_data(self.lightning_module)
         super().setup(trainer)
+        if self.root_device.type == "cuda" and self.world_size > 1 and not slots.restarts():
+            assert self.cluster_environment is not None
+            store = job_store(self.cluster_environment).prefixed("gtrain-devices")
+            connect_devices(self.group, store, self.root_device, self.timeout_seconds)
         for tensor in (*self.lightning_module.parameters(), *self.lightning_module.buffers()):
             self.group.broadcast(tensor.data)
         self._synchronise_metrics(self.lightning_module)

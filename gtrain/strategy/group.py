@@ -25,6 +25,7 @@ from gtrain.launch import slot as slots
 from gtrain.launch.environment import AgentEnvironment
 from gtrain.strategy import plain_data
 from gtrain.strategy.counters import Counters
+from gtrain.strategy.device_group import DeviceGroup
 from gtrain.strategy.membership import GroupFormation
 from gtrain.strategy.mesh import Mesh, PendingMessage
 
@@ -96,6 +97,7 @@ class Group:
         self.incarnation = incarnation
         self._mesh, self._formation = mesh, formation
         self._tag = self._collectives = 0
+        self.devices: DeviceGroup | None = None  # connections between GPUs, where there are any
 
     # ------------------------------------------------------------------------------------------ membership
 
@@ -126,7 +128,7 @@ class Group:
     def join(self, incarnation: int, members: tuple[int, ...], mesh: Mesh | None) -> None:
         """Become a member of an incarnation of the group."""
         assert self._formation is not None
-        self.incarnation, self._mesh = incarnation, mesh
+        self.incarnation, self._mesh, self.devices = incarnation, mesh, None
         self.rank, self.size = members.index(self._formation.rank), len(members)
         self._tag = self._collectives = 0
 
@@ -183,6 +185,9 @@ class Group:
             return tensor
         self.counters.sent(tensor.nbytes)
         self.counters.received(tensor.nbytes)
+        if self.devices is not None and self.devices.takes(tensor) and tensor.is_contiguous():
+            with self._collective("all-reduce"):
+                return self.devices.all_reduce(tensor.detach(), op)
         host = _on_host(tensor.detach()).contiguous()
         with self._collective("all-reduce"):
             self._reduce(host.view(-1), _OPS[op])

@@ -1,4 +1,7 @@
-"""As sar_conv_program.py, with the shards' tensors on a pretended device: an operation that mixes devices fails."""
+"""As sar_conv_program.py, with the shards' tensors on a pretended device: an operation that mixes devices fails.
+
+With ``--links`` tensors stay on the CPU, and are sent as between GPUs.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 
 import sar_conv_bench
 import sar_conv_program
+from devices import links as linked
 from devices.pretended import DEVICE, Pretended, Pretending
 from torch import Tensor, nn
 
@@ -54,5 +58,7 @@ def _on_device(view: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sar_conv_program.Bench = Bench  # type: ignore[misc]
+    links = "--links" in sys.argv
+    sar_conv_program.Bench = linked.Bench if links else Bench  # type: ignore[misc]
+    sys.argv = [argument for argument in sys.argv if argument != "--links"]
     sys.exit(sar_conv_program.main())

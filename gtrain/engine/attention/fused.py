@@ -307,8 +307,9 @@ def attention_blocks(
 
 def _runs_at_owners(settings: AttentionSettings) -> bool:
     """Whether the owners of the sources run the backward pass; all ranks must ask together."""
-    rounds = settings.blocks.exchange.rounds
-    return rounds > 1 and reader_plan(settings.blocks).saves_traffic(settings.schedule.mode)
+    rounds, devices = settings.blocks.exchange.rounds, settings.blocks.exchange.group.devices
+    # Messages between GPUs go both ways at once, as those of rows do and those of targets do not.
+    return rounds > 1 and devices is None and reader_plan(settings.blocks).saves_traffic(settings.schedule.mode)
 
 
 class AttentionBackward:

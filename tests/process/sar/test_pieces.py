@@ -1,4 +1,4 @@
-"""Messages that travel in pieces, and tensors on a device that is pretended: exact beside PyG."""
+"""Messages in pieces or between devices, and tensors on a device that is pretended: exact beside PyG."""
 
 from __future__ import annotations
 
@@ -24,9 +24,14 @@ def test_no_operation_mixes_tensors_of_a_device_with_others(tmp_path: Path) -> N
     assert_exact(tmp_path, "sar_device_program.py", 2, ON_A_DEVICE)
 
 
-def assert_exact(folder: Path, program: str, ranks: int, cases: list[str]) -> None:
+def test_messages_between_devices_come_to_the_same(tmp_path: Path) -> None:
+    """Not by NCCL, which needs a GPU for each rank, but by gloo through the same interface of torch."""
+    assert_exact(tmp_path, "sar_device_program.py", 3, [*CASES, "gatv2", "nn mean"], "--links")
+
+
+def assert_exact(folder: Path, program: str, ranks: int, cases: list[str], *options: str) -> None:
     """Each case comes to the same as PyG on the whole graph, in every mode."""
-    arguments = [str(folder), "--world", str(ranks), "--cases", ";".join(cases)]
+    arguments = [str(folder), "--world", str(ranks), "--cases", ";".join(cases), *options]
     done = ok(python(str(ASSETS / program), *arguments, cwd=folder))
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"RESULT {ranks} ")]
     results = json.loads(line.removeprefix(f"RESULT {ranks} "))
