@@ -4,9 +4,9 @@
     python tests/benchmarks/gpu/bench_sar.py --device cpu --small
 
 Two ranks share the GPU, so that seconds say what messages through host memory cost, not what another GPU gains. The
-graph is ``data=planted`` with 169,343 nodes and 2.5 million edges. Each run prints a JSON object: the median epoch after the
-first two, bytes that all ranks sent, and the difference of its losses from the first run's; the last line compares
-the bytes with those of the same ranks on the CPU.
+graph is ``data=planted`` with 169,343 nodes and 2.5 million edges. Each run prints a JSON object: the median epoch
+after the first two, bytes that all ranks sent, and the difference of its losses from the first run's. The last line
+compares the bytes with those of the same ranks on the CPU.
 """
 
 from __future__ import annotations
