@@ -69,32 +69,26 @@ def main() -> None:
             # Optional, because they are not built for every platform and release of Python.
             continue
         _step(f"import {name}", lambda name=name: getattr(importlib.import_module(name), "__version__", None))  # type: ignore[misc]
-    _step("gpus", _gpus)
+    gpus = _step("gpus", lambda: importlib.import_module("gtrain.doctor.devices").facts())
     _step("kernels", _kernels)
     from gtrain import backends
 
     for name in backends.installed():
         _step(f"strategy {name}", lambda name=name: _strategy(name))  # type: ignore[misc]
+    if gpus is not None and gpus["devices"]:
+        count = len(gpus["devices"])
+        _step("triton", lambda: importlib.import_module("gtrain.doctor.devices").triton_facts(count))
 
 
-def _step(name: str, check: Callable[[], Any]) -> None:
+def _step(name: str, check: Callable[[], Any]) -> Any:
+    """Print a step's start and its result, and return the value; None if it failed."""
     print(json.dumps({"step": name}), flush=True)
     try:
         result = {"error": None, "value": check()}
     except Exception as error:
         result = {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", "value": None}
     print(json.dumps({"step": name, **result}), flush=True)
-
-
-def _gpus() -> dict[str, Any]:
-    import torch
-
-    devices = []
-    if torch.cuda.is_available():
-        for i in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(i)
-            devices.append({"name": properties.name, "memory": properties.total_memory})
-    return {"built_for": torch.version.cuda, "devices": devices}
+    return result["value"]
 
 
 def _kernels() -> dict[str, Any]:
@@ -122,7 +116,13 @@ def _strategy(name: str) -> dict[str, Any]:
         "description": backend.description,
         "models": None if backend.serves.models is None else sorted(backend.serves.models),
         "servers": backend.server_roles,
+        "gpu": backend.gpu if _runs_on_gpus(backend) else None,
     }
+
+
+def _runs_on_gpus(backend: Any) -> bool:
+    limit = backend.serves.limits.get("trainer.accelerator")
+    return limit is None or "gpu" in limit.allowed
 
 
 def _failure(code: int, errors: str) -> str:

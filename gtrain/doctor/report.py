@@ -96,6 +96,7 @@ def collect() -> dict[str, Any]:
             name: steps[name]["error"] for name in ("gpus", "kernels") if name in steps and steps[name]["error"]
         },
         "gpus": gpus.get("value"),
+        "triton": steps.get("triton"),
         "kernels": kernels.get("value"),
         "strategies": {name: _strategy(name, point.value, steps) for name, point in backends.installed().items()},
         "outdated": backends.installed().outdated,
@@ -111,6 +112,7 @@ def _strategy(name: str, origin: str, steps: dict[str, dict[str, Any]]) -> dict[
 def lines(facts: dict[str, Any], findings: Sequence[Finding]) -> Iterator[str]:
     """Yield the lines of the text format."""
     yield from _machine_lines(facts)
+    yield from _device_lines(facts)
     yield from _package_lines(facts["packages"])
     yield "strategies"
     for name, state in facts["strategies"].items():
@@ -139,13 +141,39 @@ def _machine_lines(facts: dict[str, Any]) -> Iterator[str]:
     yield f"  {'memory':<16} {size(memory['available'])} free of {size(memory['total'])}{limit}"
     for title, name in (("shared memory", "shared_memory"), ("temporary", "temporary_folder")):
         yield f"  {title:<16} {_folder(facts[name])}"
-    devices = [] if gpus is None else [f"{gpu['name']} ({size(gpu['memory'])})" for gpu in gpus["devices"]]
-    yield f"  {'GPUs':<16} {', '.join(devices) or 'none'}"
+    count = 0 if gpus is None else len(gpus["devices"])
+    built = "" if gpus is None or gpus["built_for"] else " that torch can use: it is built without CUDA"
+    yield f"  {'GPUs':<16} {count or f'none{built}'}"
     yield f"  {'open files':<16} {facts['open_files']['limit']} per process"
     yield f"  {'kernel cache':<16} {(kernels or {}).get('cache') or 'not writable'}"
     yield f"  {'environment':<16} {', '.join(f'{k}={v}' for k, v in environment.items()) or 'nothing set'}"
     ranks = ": gtrain starts the ranks" if cluster["world_size"] is None else f", {cluster['world_size']} ranks"
     yield f"  {'launcher':<16} {cluster['launcher']}{ranks}"
+
+
+def _device_lines(facts: dict[str, Any]) -> Iterator[str]:
+    """Yield what is known of the GPUs, and what each strategy does on them; nothing without GPUs."""
+    gpus, triton = facts["gpus"], facts["triton"]
+    if gpus is None or not gpus["devices"]:
+        return
+    yield "GPUs"
+    for number, gpu in enumerate(gpus["devices"]):
+        numbers = "bfloat16" if gpu["bfloat16"] else "no bfloat16"
+        yield (
+            f"  {f'cuda:{number}':<16} {gpu['name']}, {size(gpu['free'])} free of {size(gpu['memory'])}, compute "
+            f"capability {gpu['capability']}, {numbers}"
+        )
+    yield f"  {'CUDA':<16} torch is built for {gpus['built_for']}, the driver supports {gpus['driver'] or 'unknown'}"
+    if triton is None:
+        state = "not checked"
+    else:
+        state = "CANNOT BE USED" if triton["error"] else f"{triton['value']['version']}, compiles kernels"
+    yield f"  {'Triton':<16} {state}"
+    yield f"  {'NCCL':<16} {gpus['nccl'] or 'not in this torch'}"
+    for name, state in facts["strategies"].items():
+        if state["error"] is None:
+            on_cpus = "not used: trains on CPUs" if state["gpu"] is None else "used"
+            yield f"  {name:<16} {state['gpu'] or on_cpus}"
 
 
 def _folder(facts: dict[str, Any]) -> str:
@@ -189,7 +217,7 @@ def judge(facts: dict[str, Any], ranks: int, strategy: str | None) -> list[Findi
         *_folders(facts),
         *_memory(facts["memory"], ranks),
         *_threads(facts, ranks),
-        *_devices(facts),
+        *_devices(facts, ranks),
     ]
     return sorted(findings, key=lambda finding: not finding.essential)
 
@@ -324,7 +352,7 @@ def _threads(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
         )
 
 
-def _devices(facts: dict[str, Any]) -> Iterator[Finding]:
+def _devices(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
     for name, error in facts["failed"].items():
         yield Finding(f"the check of {name} fails: {error}.", "reinstall torch (gpus) or numba (kernels).")
     gpus = facts["gpus"]
@@ -333,6 +361,19 @@ def _devices(facts: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(
             f"the machine has an NVIDIA device that torch, built {built}, does not see.",
             "install a torch built for the driver's CUDA version, and check CUDA_VISIBLE_DEVICES.",
+        )
+    count = 0 if gpus is None else len(gpus["devices"])
+    if 0 < count < ranks:
+        yield Finding(
+            f"with trainer.accelerator=gpu, {ranks} ranks share {count} GPU(s): each has a part of the memory, and "
+            "their kernels take turns.",
+            f"start {count} rank(s) on this machine; several ranks per GPU are for tests.",
+        )
+    if count and facts["triton"] is not None and facts["triton"]["error"] is not None:
+        yield Finding(
+            f"Triton cannot be used: {facts['triton']['error']}. On GPUs, layers run as many operations of torch, "
+            "which is slow.",
+            "pip install triton, in the release that this torch needs; it also needs a C compiler.",
         )
     if facts["open_files"]["limit"] < 1024:
         yield Finding(f"a process may open {facts['open_files']['limit']} files.", "ulimit -n 65536.")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from helpers import LIMIT, clean_environment
 from packaging.requirements import Requirement
 
-from gtrain.doctor import machine, packages, probe, report
+from gtrain.doctor import devices, machine, packages, probe, report
 from gtrain.doctor.report import GIB, Finding, judge
 from gtrain.errors import ConfigError
 
@@ -39,7 +43,8 @@ def healthy() -> dict[str, Any]:
         "cluster": {"launcher": "local", "rank": 0, "world_size": None, "ranks_here": None},
         "imports": {"torch": None},
         "failed": {},
-        "gpus": {"built_for": None, "devices": []},
+        "gpus": {"built_for": None, "driver": None, "devices": [], "nccl": None},
+        "triton": None,
         "kernels": {"cache": "/cache", "writable": True},
         "strategies": {
             "single": {
@@ -48,6 +53,7 @@ def healthy() -> dict[str, Any]:
                 "description": "one",
                 "models": None,
                 "servers": [],
+                "gpu": "all of it",
             }
         },
         "outdated": [],
@@ -127,8 +133,82 @@ def test_a_device_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> No
     (found,) = judge(healthy(), 1, None)
     assert "torch, built without CUDA, does not see" in found.message
     facts = healthy()
-    facts["gpus"] = {"built_for": "12.8", "devices": [{"name": "A", "memory": GIB}]}
+    facts["gpus"] = with_gpus()["gpus"]
     assert judge(facts, 1, None) == []
+
+
+def with_gpus(count: int = 1) -> dict[str, Any]:
+    """Facts of a machine with GPUs that nothing is wrong with."""
+    gpu = {"name": "A9", "memory": 80 * GIB, "free": 78 * GIB, "capability": "9.0", "bfloat16": True}
+    facts = healthy()
+    facts["gpus"] = {"built_for": "13.0", "driver": "13.1", "devices": [gpu] * count, "nccl": "2.28.3"}
+    facts["triton"] = {"error": None, "value": {"version": "3.6.0", "compiled": count}}
+    facts["strategies"]["far"] = {**facts["strategies"]["single"], "gpu": None}
+    return facts
+
+
+def test_gpus_and_what_strategies_do_on_them() -> None:
+    facts = with_gpus()
+    assert judge(facts, 1, None) == []
+    text = "\n".join(report.lines(facts, []))
+    for line in (
+        "cuda:0           A9, 78.0 GiB free of 80.0 GiB, compute capability 9.0, bfloat16",
+        "CUDA             torch is built for 13.0, the driver supports 13.1",
+        "Triton           3.6.0, compiles kernels",
+        "NCCL             2.28.3",
+        "single           all of it",
+        "far              not used: trains on CPUs",
+    ):
+        assert f"\n  {line}\n" in text
+
+
+def test_more_ranks_than_gpus() -> None:
+    (found,) = [finding for finding in judge(with_gpus(2), 3, None) if "GPU" in finding.message]
+    assert "3 ranks share 2 GPU(s)" in found.message and not found.essential and "start 2 rank(s)" in found.hint
+    assert not any("share 2 GPU" in finding.message for finding in judge(with_gpus(2), 2, None))
+
+
+@pytest.mark.parametrize("error", ["ImportError: No module named 'triton'", "ended the process with SIGSEGV"])
+def test_triton_that_compiles_nothing(error: str) -> None:
+    facts = with_gpus()
+    facts["triton"] = {"error": error, "value": None}
+    (found,) = judge(facts, 1, None)
+    assert f"Triton cannot be used: {error}." in found.message and not found.essential
+    assert "Triton           CANNOT BE USED" in "\n".join(report.lines(facts, [found]))
+
+
+class Properties:
+    """What torch says of a device."""
+
+    name, major, minor = "A9", 8, 6
+
+
+def test_facts_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: Properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (number * GIB, 8 * GIB))
+    monkeypatch.setattr(devices, "nccl_version", lambda: "2.28.3")
+    facts = devices.facts()
+    assert [gpu["free"] for gpu in facts["devices"]] == [0, GIB] and facts["nccl"] == "2.28.3"
+    assert facts["devices"][0]["capability"] == "8.6" and facts["devices"][0]["bfloat16"] is True
+    monkeypatch.setattr(Properties, "major", 7)
+    assert devices.facts()["devices"][0]["bfloat16"] is False
+
+
+def test_facts_without_devices() -> None:
+    assert devices.facts()["devices"] == [] and devices.facts()["nccl"] is None
+
+
+def test_the_kernel_computes(tmp_path: Path) -> None:
+    """By Triton's interpreter, which needs no GPU."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    program = "from gtrain.doctor.device_kernel import check; check(0, 'cpu'); print('computed')"
+    environment = {**clean_environment(), "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, env=environment
+    )
+    assert done.stdout == "computed\n", done.stderr
 
 
 def test_the_strategy_that_is_asked_for_must_work() -> None:
