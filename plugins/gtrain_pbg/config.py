@@ -276,5 +276,5 @@ def check_store(store: Store, partitions: int) -> None:
         raise ConfigError(
             f"strategy.num_partitions={partitions} was set, and the store {store.path} has "
             f"{store.num_parts} parts{'' if store.has_buckets else ' and no edge buckets'}.",
-            hint="let the gtrain command make the store, or set num_parts and buckets of the data module.",
+            hint="let the gtrain command make the store, or set num_parts and edge_buckets of the data module.",
         )

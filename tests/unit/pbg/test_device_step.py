@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,15 +23,19 @@ from unit.pbg.test_step import (
     tolerance_of,
 )
 
+from gtrain.errors import ConfigError
 from gtrain.model.kg.embedding import KGEmbedding
 from gtrain.model.kg.training import Triples
+from gtrain.nn import Csr
 from gtrain.nn.recipe import ModelRecipe
-from gtrain_pbg.device.batches import BatchPreparation, Ends, shape_of, sort_by_row
+from gtrain_pbg.config import PBGConfig, check_device
+from gtrain_pbg.device.batches import BatchPreparation, BatchShape, BatchTensors, Ends, shape_of, sort_by_row
 from gtrain_pbg.device.kernels import DeviceRule, DeviceTable
 from gtrain_pbg.device.lanes import Device
 from gtrain_pbg.device.step import DeviceRules, DeviceStep, FusedStep, PlainStep, fits
 from gtrain_pbg.device.tables import CommonTensors, parameters_of
 from gtrain_pbg.edges import EdgeList
+from gtrain_pbg.step.matmul_format import device_format
 from gtrain_pbg.step.relations import state_width
 
 FIRST = 7
@@ -83,10 +88,16 @@ class OnDevice:
         shape = shape_of(self.recipe.groups[0], len(edges))
         edges_of = EdgeList(edges.head, edges.relation, edges.tail, edges.weight)
         piece = self.prepare([edges_of], shape, ends, ends)
-        self.step.lost.zero_()
-        with torch.no_grad():
-            self.step(piece.tensors.batch(0), shape, (ends, ends), piece.relations[0])
+        lane = self.device.compute
+        lane.wait(piece.ready)
+        with torch.no_grad(), lane():
+            self.step.lost.zero_()
+            self.run(piece.tensors.batch(0), shape, ends, piece.relations[0])
+        lane.synchronize()
         return float(self.step.lost) / piece.weight
+
+    def run(self, batch: BatchTensors, shape: BatchShape, ends: Ends, relations: Tensor) -> None:
+        self.step(batch, shape, (ends, ends), relations)
 
     @property
     def rows(self) -> Tensor:
@@ -188,3 +199,25 @@ def test_positions_are_sorted_by_row_in_each_list() -> None:
             assert torch.equal(spans.diff(), sizes) and int(spans[-1]) == 20
             ordered = rows[i, j][order[i, j].long()]
             assert torch.equal(ordered[spans[:-1]], some) and torch.equal(ordered, rows[i, j].sort().values)
+
+
+def test_what_a_gpu_does_not_serve_is_refused_by_its_setting() -> None:
+    recipe = make_model().recipe()
+    check_device(1, PBGConfig(matmul="bfloat16"), recipe)
+    with pytest.raises(ConfigError, match="trainer.devices=2 was set.*\n.*trainer.devices=1 trainer.num_nodes=2"):
+        check_device(2, PBGConfig(), recipe)
+    with pytest.raises(ConfigError, match="strategy.matmul=int8 was set with trainer.accelerator=gpu"):
+        check_device(1, PBGConfig(matmul="int8"), recipe)
+    bags = Csr(torch.zeros(0, dtype=torch.int64), None, torch.zeros(NODES + 1, dtype=torch.int64))
+    featurized = replace(recipe, groups=(replace(recipe.groups[0], bags=(bags, None)),))
+    with pytest.raises(ConfigError, match="data.entities.<type>.features"):
+        check_device(1, PBGConfig(), featurized)
+    with pytest.raises(ConfigError, match="strategy.device_partitions=1 was set"):
+        PBGConfig(num_partitions=4, device_partitions=1)
+
+
+def test_auto_is_bfloat16_on_a_gpu_where_its_accuracy_was_measured() -> None:
+    formats = [device_format(make_model(dimension=d, **more).recipe(), torch.float32)
+               for d, more in ((100, {}), (16, {}), (100, {"comparator": "l2"}), (100, {"n3": 0.1}))]  # fmt: skip
+    assert formats == ["bfloat16", "float32", "float32", "bfloat16"]
+    assert device_format(make_model(dimension=100).recipe(), torch.float64) == "float32"
