@@ -66,7 +66,7 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
     sketch = ModelSketch(config, data)
     _check_strategy(strategy, sketch, job.model_name, typed)
     strategy.serves.check_parts(strategy.strategy_name, data.num_parts, ranks)
-    _check_accelerator(config["trainer"]["accelerator"])
+    _check_accelerator(config["trainer"]["accelerator"], config["trainer"]["devices"])
     _check_monitors(config, sketch)
     _check_dirpaths(config)
     trainer = make_trainer(config, strategy, data)
@@ -181,11 +181,18 @@ def _check_target(key: str, node: dict[str, Any]) -> None:
             )
 
 
-def _check_accelerator(name: str) -> None:
+def _check_accelerator(name: str, devices: int) -> None:
     if name in ("gpu", "cuda") and not torch.cuda.is_available():
         raise ConfigError(
             f"trainer.accelerator={name} was set; torch finds no GPU on this machine.",
             hint="set trainer.accelerator=cpu; gtrain doctor says what torch and the driver lack.",
+        )
+    if name in ("gpu", "cuda") and isinstance(devices, int) and devices > torch.cuda.device_count():
+        raise ConfigError(
+            f"trainer.devices={devices} was set with trainer.accelerator={name}; torch finds "
+            f"{torch.cuda.device_count()} GPU(s) on this machine.",
+            hint=f"set trainer.devices={torch.cuda.device_count()}. For tests, trainer.num_nodes={devices} "
+            "trainer.devices=1 simulates machines, whose ranks may share a GPU.",
         )
 
 

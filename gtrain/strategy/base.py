@@ -55,6 +55,7 @@ from gtrain.strategy.folder_sharing import FolderSharing
 from gtrain.strategy.gradients import average_statistics, sum_gradients
 from gtrain.strategy.group import Group, form_group
 from gtrain.strategy.preparation import prepare
+from gtrain.strategy.rank_devices import device_of, sharing
 from gtrain.strategy.remote_checkpoint import LocalCopies
 from gtrain.strategy.servers import Servers
 
@@ -216,10 +217,9 @@ class GraphStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         """The CPU, or this rank's GPU: the one whose number is the rank's number on its machine."""
         devices = self.parallel_devices or [torch.device("cpu")]
-        # simulated machines share this machine's accelerators, although each numbers its local ranks from 0
         agent = agent_environment()
-        index = self.global_rank if agent is not None and agent.context.simulated else self.local_rank
-        return devices[0] if devices[0].type == "cpu" else devices[index % len(devices)]
+        simulated = devices[0].type == "cuda" and agent is not None and agent.context.simulated
+        return device_of(devices, self.global_rank, self.local_rank, torch.cuda.device_count() if simulated else None)
 
     def set_world_ranks(self) -> None:
         """Set Lightning's global rank, which it guessed when it was imported."""
@@ -289,10 +289,8 @@ class GraphStrategy(ParallelStrategy):
         self.check_module(self.lightning_module)
         self._check_edge_data(self.lightning_module)
         super().setup(trainer)
-        if self.root_device.type == "cuda" and self.world_size > 1 and not slots.restarts():
-            assert self.cluster_environment is not None
-            store = job_store(self.cluster_environment).prefixed("gtrain-devices")
-            connect_devices(self.group, store, self.root_device, self.timeout_seconds)
+        if self.root_device.type == "cuda" and self.world_size > 1:
+            self._connect_devices()
         for tensor in (*self.lightning_module.parameters(), *self.lightning_module.buffers()):
             self.group.broadcast(tensor.data)
         self._synchronise_metrics(self.lightning_module)
@@ -301,6 +299,18 @@ class GraphStrategy(ParallelStrategy):
             self._install_dropout(self.lightning_module)
             if self.global_rank > 0:
                 torch.manual_seed(torch.initial_seed() + self.global_rank)  # random numbers differ between ranks
+
+    def _connect_devices(self) -> None:
+        """Connect the ranks' GPUs, and say so if ranks share one."""
+        agent = agent_environment()
+        text = sharing(self.world_size, torch.cuda.device_count()) if agent and agent.context.simulated else None
+        if text is not None and self.is_global_zero and self.fitting:
+            log.warning("%s", text)
+        # A rank that is restarted alone would not meet the others here, nor could their connections be formed again.
+        if self.group.takes_devices and not self.reforms and not slots.restarts():
+            assert self.cluster_environment is not None
+            store = job_store(self.cluster_environment).prefixed("gtrain-devices")
+            connect_devices(self.group, store, self.root_device, self.timeout_seconds)
 
     def _check_edge_data(self, module: pl.LightningModule) -> None:
         """Refuse edge weights that the model cannot train with; warn once about tensors that the model ignores."""

@@ -83,6 +83,9 @@ class Group:
         incarnation: number of changes of membership before; -1 outside of the group.
     """
 
+    takes_devices = True
+    """Whether its ranks' GPUs may be connected. Otherwise a rank can be restarted alone and repeats collectives."""
+
     def __init__(
         self,
         rank: int = 0,

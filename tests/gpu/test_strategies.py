@@ -1,13 +1,11 @@
-"""Strategies train on a GPU what they train on the CPU; strategies for CPUs alone refuse a GPU."""
+"""Strategies train on a GPU what they train on the CPU."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-import torch
-from helpers import gtrain, ok, run, summary
+from helpers import gtrain, ok, summary
 
 GRAPH = ["data.num_nodes=600", "data.num_edges=4800", "model.dropout=0"]
 RANKS = [*GRAPH, "trainer.num_nodes=2"]
@@ -29,20 +27,6 @@ CASES = {
     "buckets": ["strategy=pbg", "data=planted_kg", "model=kg", "data.batch_size=1000", "strategy.matmul=float32"],
     "sparse rows": ["strategy=single", "data=planted_sparse", "model=sparse", "model.dropout=0", "data.num_rows=2000"],
 }
-PROGRAM = """
-{first}
-{second}
-
-
-def main():
-    import torch
-
-    return torch.cuda.device_count()
-
-
-print("GPUs", run_local(main, num_nodes=2))
-"""
-GTRAIN, PYG = "from gtrain import run_local", "import torch_geometric"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -54,12 +38,3 @@ def test_gpus_train_what_cpus_train(case: str, tmp_path: Path) -> None:
         ok(gtrain(*CASES[case], *where, cwd=tmp_path))
         losses.append([epoch["train/loss"] for epoch in summary(tmp_path / accelerator)["history"]])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-
-
-@pytest.mark.parametrize("late", [True, False])
-def test_ranks_of_a_program_see_gpus_also_where_it_began_to_use_them(late: bool, tmp_path: Path) -> None:
-    first, second = (PYG, GTRAIN) if late else (GTRAIN, PYG)
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(first=first, second=second))
-    done = ok(run([sys.executable, str(program)], cwd=tmp_path))
-    assert f"GPUs {torch.cuda.device_count()}" in done.stdout

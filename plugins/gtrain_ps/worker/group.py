@@ -31,6 +31,8 @@ class ServedGroup(Group):
         repeating: whether this worker was restarted and may repeat collectives that were completed.
     """
 
+    takes_devices = False
+
     def __init__(self, rank: int, size: int, servers: ParameterServers, counters: Counters) -> None:
         super().__init__(rank, size, counters=counters)
         self.alone = self.repeating = False

@@ -1,4 +1,4 @@
-"""Callbacks with which a rank's device has no memory left."""
+"""Callbacks that watch or limit a rank's use of its device."""
 
 from __future__ import annotations
 
@@ -35,3 +35,12 @@ class LimitsDevice(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set the limit."""
         torch.cuda.set_per_process_memory_fraction(self._share)
+
+
+class RefusesDevices(Callback):
+    """Fails if the rank has started to use CUDA by the end of its training."""
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check it, after checkpoints were written and read."""
+        if torch.cuda.is_initialized():
+            raise RuntimeError("a rank that trains on the CPU has initialised CUDA")

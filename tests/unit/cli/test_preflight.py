@@ -289,6 +289,15 @@ def test_a_gpu_that_is_absent_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert error is not None and "trainer.accelerator=gpu was set; torch finds no GPU" in str(error)
 
 
+def test_more_devices_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    error = refusal("strategy=sar", "trainer.accelerator=gpu", "trainer.num_nodes=1", "trainer.devices=2")
+    assert error is not None
+    assert "trainer.devices=2 was set with trainer.accelerator=gpu; torch finds 1 GPU(s)" in error.message
+    assert error.hint is not None and "trainer.num_nodes=2 trainer.devices=1 simulates machines" in error.hint
+
+
 @pytest.mark.parametrize("key", ["features", "labels"])
 def test_a_missing_file_of_nodes_is_refused_before_the_edges_are_read(key: str, tmp_path: Path) -> None:
     (tmp_path / "edges.tsv").write_text("this is no edge\n")  # reading it would fail in another way
