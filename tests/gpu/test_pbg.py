@@ -31,8 +31,9 @@ class Captured(OnDevice):
 
     def run(self, batch: BatchTensors, shape: BatchShape, ends: Ends, relations: Tensor) -> None:
         if shape not in self._graphs:
-            super().run(batch, shape, ends, relations)
-            self._graphs[shape] = batch.like(), None
+            inputs, _ = self._graphs[shape] = batch.like(), None
+            inputs.copy_(batch)
+            super().run(inputs, shape, ends, relations)
             return
         inputs, replay = self._graphs[shape]
         inputs.copy_(batch)

@@ -172,18 +172,19 @@ class BatchPreparation:
         device, n = self._device, len(batches)
         host = device.pinned(3, n, shape.edges, dtype=torch.int32)
         for number, batch in enumerate(batches):
-            for target, column in zip(host, (batch.tails, batch.heads, batch.relation), strict=True):
+            for target, column in zip(host, (batch.heads, batch.tails, batch.relation), strict=True):
                 target[number, : len(batch)] = column
                 target[number, len(batch) :] = column[0]
-        host[0] += tails.first
-        host[1] += heads.first
         drawn = self._draw(n, shape, heads, tails)
         counts = device.pinned(n, 1, dtype=torch.int32)
         counts.copy_(torch.tensor([[len(batch)] for batch in batches], dtype=torch.int32))
         weight, total = self._weights(batches, host[2], shape)
         with device.prepare():
             ends, negatives = device.moved(host), device.moved(drawn)
-            ids = torch.cat([ends[:2].transpose(0, 1).reshape(n, 2, shape.chunks, shape.slots), negatives], dim=3)
+            ids = torch.empty(n, 2, shape.chunks, shape.columns, dtype=torch.int32, device=device.name)
+            for side, (end, rows) in enumerate(((1, tails), (0, heads))):
+                torch.add(ends[end].view(n, shape.chunks, -1), rows.first, out=ids[:, side, :, : shape.slots])
+                torch.add(negatives[:, end], rows.first, out=ids[:, side, :, shape.slots :])
             same = self._recipe.types[0] == self._recipe.types[1]
             by_table = ids.view(n, 1, -1) if same else ids.view(n, 2, -1)
             order, starts, distinct = sort_by_row(by_table, max(heads.rows, tails.rows))
@@ -206,20 +207,17 @@ class BatchPreparation:
         return Piece(shape, n, tensors, ready, host[2], float(total.sum()))
 
     def _draw(self, n: int, shape: BatchShape, heads: Ends, tails: Ends) -> Tensor:
-        """Draw nodes for tails and heads, ``[n, 2, C, u]``, in the order of the CPU's step: heads before tails."""
+        """Draw nodes for heads and tails, ``[n, 2, C, u]``, in the order of the CPU's step."""
         drawn = self._device.pinned(n, 2, shape.chunks, shape.uniform, dtype=torch.int32)
         if not drawn.numel():
             return drawn
         if heads.count == tails.count:
             # One call draws the same numbers as one for each end of each batch.
-            both = torch.randint(heads.count, drawn.shape, dtype=torch.int32)
-            drawn.copy_(both.flip(1))
+            torch.randint(heads.count, drawn.shape, out=drawn)
         else:
             for batch in drawn:
-                for end, ends in ((1, heads), (0, tails)):
-                    batch[end] = torch.randint(ends.count, batch[end].shape, dtype=torch.int32)
-        drawn[:, 0] += tails.first
-        drawn[:, 1] += heads.first
+                for nodes, ends in zip(batch, (heads, tails), strict=True):
+                    torch.randint(ends.count, nodes.shape, out=nodes)
         return drawn
 
     def _weights(self, batches: Sequence[EdgeList], relation: Tensor, shape: BatchShape) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -39,6 +39,11 @@ class Lane:
         """Have later work of this lane wait for an event."""
         if self.stream is not None and event is not None:
             self.stream.wait_event(event)
+
+    def follow(self) -> None:
+        """Have later work of this lane wait for what was launched in the current stream."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def synchronize(self) -> None:
         """Block until all work launched so far is done."""
@@ -95,6 +100,8 @@ class Device:
         end = max(tensor.data_ptr() + tensor.nbytes for tensor in parts)
         code = int(torch.cuda.cudart().cudaHostRegister(begin, -(-(end - begin) // PAGE) * PAGE, 0))
         if code:
+            with suppress(RuntimeError):  # the next kernel reports the error again, and clears it
+                torch.zeros(1, device=self.name).add_(1)
             log.warning("%d MB of host memory could not be pinned (CUDA error %d): partitions are copied more slowly, "
                         "and not while the GPU computes", (end - begin) >> 20, code)  # fmt: skip
 

@@ -87,6 +87,7 @@ class CommonTensors:
 
     def load(self) -> None:
         """Overwrite the device's tensors by the host's."""
+        self._device.compute.follow()
         with self._device.compute():
             for name, tensor in self.tensors.items():
                 tensor.copy_(self._host[name])

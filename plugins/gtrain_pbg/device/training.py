@@ -6,12 +6,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gtrain.errors import ConfigError
 from gtrain.nn.recipe import ModelRecipe
 from gtrain_pbg.buckets import Bucket, ScheduledBucket
 from gtrain_pbg.device.batches import BatchPreparation, BatchShape, BatchTensors, Ends, Piece, runs, shape_of
@@ -37,16 +36,12 @@ class CapturedStep:
     """The step of one group for batches of one shape.
 
     Attributes:
-        step: of the group.
-        inputs: that the captured step reads; None: it was not captured yet.
-        replay: of its graph.
-        calls: how often it ran before it was captured.
+        inputs: that it reads.
+        replay: of its graph; None until it is captured.
     """
 
-    step: DeviceStep
-    inputs: BatchTensors | None = None
+    inputs: BatchTensors
     replay: Callable[[], None] | None = None
-    calls: int = 0
 
 
 class DeviceTraining(BucketTraining):
@@ -120,11 +115,9 @@ class DeviceTraining(BucketTraining):
         if self._several:
             # What other machines have changed since the last bucket.
             self._on_device.common.save()
-        try:
-            with torch.no_grad():
-                weight = self._train(batches, scheduled)
-        except torch.OutOfMemoryError as error:
-            self._refuse(error)
+        self._device.compute.follow()
+        with torch.no_grad():
+            weight = self._train(batches, scheduled)
         if self._several:
             self._on_device.common.save()
         with self._device.compute():
@@ -176,16 +169,20 @@ class DeviceTraining(BucketTraining):
     def _step(self, number: int, piece: Piece, batch: int, ends: tuple[Ends, Ends]) -> None:
         """Train on one batch: the first of a shape as it is, later ones by replaying its graph."""
         step, tensors, shape = self._device_steps[number], piece.tensors.batch(batch), piece.shape
-        captured = self._captured.setdefault((number, shape), CapturedStep(step))
-        captured.calls += 1
-        if not self._device.graphs or not step.captured or captured.calls == 1:
+        if not (self._device.graphs and step.captured):
             step(tensors, shape, ends, piece.relations[batch])
             return
-        if captured.inputs is None or captured.replay is None:
-            inputs = captured.inputs = tensors.like()
-            inputs.copy_(tensors)
+        captured = self._captured.get((number, shape))
+        if captured is None:
+            # The same tensors as later: kernels are compiled for them before they are captured.
+            captured = self._captured[number, shape] = CapturedStep(tensors.like())
+            captured.inputs.copy_(tensors)
+            step(captured.inputs, shape, ends, piece.relations[batch])
+            return
+        inputs = captured.inputs
+        inputs.copy_(tensors)
+        if captured.replay is None:
             captured.replay = self._device.captured(lambda: step(inputs, shape, ends, piece.relations[batch]))
-        captured.inputs.copy_(tensors)
         captured.replay()
 
     def _ends(self, number: int, scheduled: ScheduledBucket) -> tuple[Ends, Ends]:
@@ -236,18 +233,6 @@ class DeviceTraining(BucketTraining):
     def _to_device(self, edges: EdgeList) -> EdgeList:
         moved = self._device.moved
         return EdgeList(moved(edges.heads), moved(edges.relation), moved(edges.tails), None)
-
-    def _refuse(self, error: torch.OutOfMemoryError) -> NoReturn:
-        """Raise an error that names what takes the memory."""
-        size, slots = self._on_device.partition_bytes, self._on_device.slots
-        largest = max((shape.rows for _, shape in self._captured), default=0)
-        width = max(group.dimension for group in self._recipe.groups)
-        raise ConfigError(
-            f"the GPU's memory is used up: {slots} partitions of {size:,} bytes are on it, and a batch has {largest:,} "
-            f"rows of {width} numbers, each twice.",
-            hint="raise strategy.num_partitions or set strategy.device_partitions=3; lower data.batch_size, "
-            "model.num_uniform_negs or model.dimension.",
-        ) from error
 
 
 def _wait(event: Event) -> None:

@@ -1,4 +1,7 @@
-"""``strategy=pbg`` by the code for GPUs, on CPU tensors: what it trains is what a worker on a CPU trains."""
+"""``strategy=pbg`` by the code for GPUs, on CPU tensors: what it trains is what a worker on a CPU trains.
+
+A graph is the call that it would capture: it reads the inputs of a captured step, and no argument of a later call.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,18 @@ import gtrain_pbg.strategy
 from gtrain.cli import main
 from gtrain_pbg.device.lanes import Device
 
+
+class Replaying(Device):
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.graphs = True
+
+    def captured(self, work):
+        return work
+
+
 if os.environ["TEST_DEVICE"] == "1":
-    gtrain_pbg.strategy.PBGStrategy.make_device = lambda self: Device(torch.device("cpu"))
+    gtrain_pbg.strategy.PBGStrategy.make_device = lambda self: Replaying()
 main()
 """
 SMALL = ["strategy=pbg", "data=planted_kg", "model=kg", "data.num_entities=120", "data.num_positions=24",

@@ -89,6 +89,7 @@ class OnDevice:
         edges_of = EdgeList(edges.head, edges.relation, edges.tail, edges.weight)
         piece = self.prepare([edges_of], shape, ends, ends)
         lane = self.device.compute
+        lane.follow()
         lane.wait(piece.ready)
         with torch.no_grad(), lane():
             self.step.lost.zero_()
