@@ -99,8 +99,8 @@ class BatchTensors:
         return BatchTensors(*(tensor[number] for tensor in self.tensors()))
 
     def like(self) -> BatchTensors:
-        """Return uninitialized tensors for one of several batches."""
-        return BatchTensors(*(torch.empty_like(tensor[0]) for tensor in self.tensors()))
+        """Return uninitialized tensors of the same shapes."""
+        return BatchTensors(*(torch.empty_like(tensor) for tensor in self.tensors()))
 
     def copy_(self, other: BatchTensors) -> None:
         """Overwrite one batch by another, with one kernel per dtype."""
