@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch_geometric.data import Data, HeteroData
 
@@ -30,6 +30,7 @@ from gtrain_pyg.features.feature_store import FeatureStore, PendingBatch, Prefet
 from gtrain_pyg.peers import Array, NodeOrEdgeType
 from gtrain_pyg.sampling.sampler import DistributedSampler, Subgraph
 from gtrain_pyg.seeds import SeedSource, Step, global_shares, local_shares, make_batch, num_steps
+from gtrain_pyg.threads import OrderedThreads
 
 Job = TypeVar("Job")
 Sample = TypeVar("Sample")
@@ -122,49 +123,75 @@ def pipelined_copies(
             drawn = sample(job)
             yield move(assemble(job, drawn, prefetch(drawn)))
         return
-    workers = ThreadPoolExecutor(threads, "gtrain-sample")
-    fetcher, copier = ThreadPoolExecutor(1, "gtrain-fetch"), ThreadPoolExecutor(1, "gtrain-copy")
 
     def make(job: Job) -> Batch:
         drawn = sample(job)
         return assemble(job, drawn, prefetch(drawn))
 
-    def fetch(job: Job, drawn: Future[Sample]) -> Future[Batch]:
-        sampled = drawn.result()
-        return workers.submit(assemble, job, sampled, prefetch(sampled))
-
-    def start(job: Job) -> Callable[[], Batch]:
-        """Start making a batch; return what waits for it."""
-        if not in_order:
-            return workers.submit(make, job).result
-        fetching = fetcher.submit(fetch, job, workers.submit(sample, job))
-        return lambda: fetching.result().result()
-
+    makers: _MakersInOrder[Job, Batch] | OrderedThreads[Job, Batch]
+    makers = (
+        _MakersInOrder(sample, prefetch, assemble, threads)
+        if in_order
+        else OrderedThreads(make, threads, "gtrain-sample")
+    )
+    copier: OrderedThreads[None, Moved] = OrderedThreads(lambda _: move(makers.get()), 1, "gtrain-copy")
     queue = iter(jobs)
-    started: deque[Callable[[], Batch]] = deque()
-    copying: deque[Future[Moved]] = deque()
+    made = copying = 0  # jobs that were started, and that the copying thread was asked for, less those taken
 
     def refill() -> None:
-        missing = ahead + threads - len(started) - len(copying)
-        started.extend(start(job) for job in itertools.islice(queue, missing))
-        while started and len(copying) < ahead:
-            copying.append(copier.submit(_copy, started.popleft(), move))
+        nonlocal made, copying
+        for job in itertools.islice(queue, ahead + threads - made):
+            makers.put(job)
+            made += 1
+        while copying < min(made, ahead):
+            copier.put(None)
+            copying += 1
 
     try:
         refill()
         while copying:
-            moved = copying.popleft().result()
+            moved = copier.get()
+            made, copying = made - 1, copying - 1
             refill()
             yield moved
             del moved  # its memory serves a later batch
     finally:
         # A thread may still wait for a peer's reply; the request's deadline ends it.
-        for pool in (workers, fetcher, copier):
+        makers.close()
+        copier.close()
+
+
+class _MakersInOrder(Generic[Job, Batch]):
+    """Threads that make batches, while another requests their rows in the order of the jobs. For the arguments, see
+    :func:`pipelined`; for the methods, see :class:`OrderedThreads`.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[[Job], Any],
+        prefetch: Callable[[Any], Any],
+        assemble: Callable[[Job, Any, Any], Batch],
+        threads: int,
+    ) -> None:
+        self._sample, self._prefetch, self._assemble = sample, prefetch, assemble
+        self._workers = ThreadPoolExecutor(threads, "gtrain-sample")
+        self._fetcher = ThreadPoolExecutor(1, "gtrain-fetch")
+        self._fetching: deque[Future[Future[Batch]]] = deque()
+
+    def put(self, job: Job) -> None:
+        self._fetching.append(self._fetcher.submit(self._fetch, job, self._workers.submit(self._sample, job)))
+
+    def get(self) -> Batch:
+        return self._fetching.popleft().result().result()
+
+    def close(self) -> None:
+        for pool in (self._workers, self._fetcher):
             pool.shutdown(wait=False, cancel_futures=True)
 
-
-def _copy(made: Callable[[], Batch], move: Callable[[Batch], Moved]) -> Moved:
-    return move(made())
+    def _fetch(self, job: Job, drawn: Future[Any]) -> Future[Batch]:
+        sampled = drawn.result()
+        # Submitted from here, so that no worker waits for another.
+        return self._workers.submit(self._assemble, job, sampled, self._prefetch(sampled))
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
+import time
+import weakref
 from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +41,7 @@ from gtrain_pyg.features.device_cache import DeviceCache
 from gtrain_pyg.features.feature_store import FeatureStore, RowCounts
 from gtrain_pyg.loader import pipelined_copies
 from gtrain_pyg.strategy import PygStrategy
+from gtrain_pyg.threads import OrderedThreads
 
 CPU = torch.device("cpu")
 
@@ -357,6 +363,52 @@ def test_a_consumer_that_leaves_waits_for_nobody() -> None:
     batches.close()
     assert not release.is_set()
     release.set()
+
+
+def test_memory_of_a_batch_is_not_held_by_threads_that_wait() -> None:
+    class Thing:
+        """What a job is about, or a result."""
+
+    doubler = OrderedThreads(lambda thing: Thing(), 2, "things")
+    job = Thing()
+    job_is_alive = weakref.ref(job)
+    doubler.put(job)
+    doubler.put(None)
+    del job
+    result_is_alive = weakref.ref(doubler.get())
+    doubler.get()
+    deadline = time.monotonic() + LIMIT
+    while (job_is_alive() or result_is_alive()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert job_is_alive() is None and result_is_alive() is None
+    doubler.close()
+
+
+def test_jobs_of_closed_threads_are_cancelled() -> None:
+    started, release = threading.Event(), threading.Event()
+
+    def slow(job: int) -> int:
+        started.set()
+        release.wait(LIMIT)
+        return job
+
+    pool = OrderedThreads(slow, 1, "slow")
+    pool.put(1)
+    pool.put(2)
+    started.wait(LIMIT)
+    pool.close()
+    release.set()
+    assert pool.get() == 1
+    with pytest.raises(CancelledError):
+        pool.get()
+
+
+def test_an_interpreter_exits_although_threads_wait_for_jobs() -> None:
+    program = (
+        "from gtrain_pyg.threads import OrderedThreads\npool = OrderedThreads(print, 3, 'waiting')\npool.put('job')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=True)
+    assert done.stdout == "job\n"
 
 
 # ------------------------------------------------------------------------------------------------- whole runs
