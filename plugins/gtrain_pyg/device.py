@@ -5,7 +5,7 @@ does not wait. ::
 
     copies = DeviceCopies(torch.device("cuda:0"))
     mover = BatchMover(copies, dtypes, cache)
-    moved = mover(HostBatch(batch))               # in the thread that copies
+    moved = mover(host_batch)                     # in the thread that copies
     batch = moved.take()                          # in the thread that trains
 """
 
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ from gtrain_pyg.buffers import BufferPool, pinned_memory, private_memory
 from gtrain_pyg.features.device_cache import CachedRows, DeviceCache
 from gtrain_pyg.features.tables import arrays_of
 from gtrain_pyg.peers import NodeOrEdgeType
-from gtrain_pyg.seeds import batch_name
+from gtrain_pyg.sampling.sampler import Subgraph
+from gtrain_pyg.seeds import SeedFields, as_tensor, make_batch
 
 _IN_FLIGHT = 1
 """Earlier batches whose copies may be under way when the copies of the next batch have been started."""
@@ -118,17 +119,24 @@ class DeviceCopies:
             self._sources.clear()
 
 
-@dataclass
+@dataclass(frozen=True)
 class HostBatch:
-    """A batch in host memory, for :class:`BatchMover`.
+    """What a batch is made of, in host memory; for :class:`BatchMover`.
 
     Attributes:
-        batch: the batch; of a type in ``cached`` it has only the rows that are missing in the device's cache.
-        cached: by node type or edge type, which rows those are.
+        subgraph: what was sampled.
+        rows: node and edge tensors by type and name; of a type in ``cached`` only the rows that the cache lacks.
+        seeds: the seeds it was grown from.
+        hetero, trim: see :func:`gtrain_pyg.seeds.make_batch`.
+        cached: by node type or edge type, which rows the cache has.
     """
 
-    batch: Data | HeteroData
-    cached: dict[NodeOrEdgeType, CachedRows] = field(default_factory=dict)
+    subgraph: Subgraph
+    rows: Mapping[NodeOrEdgeType, Mapping[str, Tensor]]
+    seeds: SeedFields
+    hetero: bool
+    trim: bool
+    cached: Mapping[NodeOrEdgeType, CachedRows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -171,32 +179,45 @@ class BatchMover:
         self.cache: DeviceCache | None = None
 
     def __call__(self, host: HostBatch) -> MovedBatch:
-        """Start the copies of a batch. Its tensors become those of the device, and get their dtypes there."""
-        sources: list[Any] = [host.cached]
-        with self.copies.on_stream():
-            for store in host.batch.stores:
-                for name, value in list(store.items()):
-                    if isinstance(value, Tensor):
-                        sources.append(value)
-                        store[name] = self.copies.copy(value)
-            for graph_type, dtypes in self._dtypes.items():
-                self._finish(host, graph_type, dtypes)
-            ready = self.copies.hold(sources)
-        return MovedBatch(host.batch, ready, self.copies)
+        """Start the copies of a batch, and return it with tensors of the device, which also converts their dtypes."""
+        sources: list[Any] = [host]
 
-    def _finish(self, host: HostBatch, graph_type: NodeOrEdgeType, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Convert the tensors of a type, and add the rows that the device has."""
-        store = host.batch[graph_type] if isinstance(host.batch, HeteroData) else host.batch.stores[0]
-        cached, slots, positions = host.cached.get(graph_type), None, None
-        if cached is not None:
-            slots = store["n_id"] if cached.slots is None else self.copies.copy(cached.slots)
-            positions = None if cached.positions is None else self.copies.copy(cached.positions)
-        for name, dtype in dtypes.items():
-            key = batch_name(name)
-            rows = store[key].to(dtype) if key in store else None
-            if slots is not None:
-                assert self.cache is not None
-                hits = self.cache.rows(graph_type, name, slots, dtype)
-                rows = hits if rows is None or positions is None else hits.index_copy_(0, positions, rows)
-            if rows is not None:
-                store[key] = rows
+        def copy(tensor: Tensor) -> Tensor:
+            sources.append(tensor)
+            return self.copies.copy(tensor)
+
+        with self.copies.on_stream():
+            arrays = host.subgraph
+            node = {node_type: copy(as_tensor(ids)) for node_type, ids in arrays.node.items()}
+            tensors: dict[str, Any] = {
+                "node": node,
+                "edge_index": {edge_type: copy(as_tensor(index)) for edge_type, index in arrays.edge_index.items()},
+                "batch": arrays.batch and {t: copy(as_tensor(array)) for t, array in arrays.batch.items()},
+            }
+            subgraph = replace(arrays, **tensors)
+            rows = {t: self._rows(host, t, node, copy) for t in self._dtypes}
+            batch = make_batch(subgraph, rows, host.seeds, hetero=host.hetero, trim=host.trim, copy=copy)
+            ready = self.copies.hold(sources)
+        return MovedBatch(batch, ready, self.copies)
+
+    def _rows(
+        self,
+        host: HostBatch,
+        graph_type: NodeOrEdgeType,
+        node: Mapping[str, Tensor],
+        copy: Callable[[Tensor], Tensor],
+    ) -> dict[str, Tensor]:
+        """Return the tensors of a type by name: those of the host, those of the cache, or both put together."""
+        dtypes, tensors = self._dtypes[graph_type], host.rows.get(graph_type, {})
+        rows = {name: copy(tensor).to(dtypes[name]) for name, tensor in tensors.items()}
+        cached = host.cached.get(graph_type)
+        if cached is None:
+            return rows
+        assert self.cache is not None
+        slots = node[str(graph_type)] if cached.slots is None else copy(cached.slots)
+        hits = {name: self.cache.rows(graph_type, name, slots, dtype) for name, dtype in dtypes.items()}
+        if cached.positions is not None:
+            positions = copy(cached.positions)
+            for name, tensor in rows.items():
+                hits[name].index_copy_(0, positions, tensor)
+        return hits

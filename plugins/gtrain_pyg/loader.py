@@ -356,4 +356,5 @@ class SampledBatches:
 
     def _assemble_for_device(self, step: Step, subgraph: Subgraph, fetched: Fetched) -> HostBatch:
         pending, cached = fetched
-        return HostBatch(self._assemble(step, subgraph, pending), cached)
+        fields = self._source.fields(step, subgraph)
+        return HostBatch(subgraph, pending.get(), fields, self._loader.store.is_hetero, self._plan.trim, cached)

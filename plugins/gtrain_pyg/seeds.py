@@ -58,15 +58,17 @@ def make_batch(
     *,
     hetero: bool,
     trim: bool,
+    copy: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Data | HeteroData:
     """Assemble a batch.
 
     Args:
-        subgraph: what was sampled, with n nodes and e edges of each type.
+        subgraph: what was sampled, with n nodes and e edges of each type; its arrays may be tensors.
         rows: node and edge tensors by type and name, in the order of the subgraph.
         seeds: the seeds it was grown from; they are its first nodes.
         hetero: make a ``HeteroData``.
         trim: whether layers may leave out what the seeds' results do not depend on.
+        copy: called with the tensors of ``seeds``, to copy them to a device.
 
     Returns:
         A batch with, by type in a ``HeteroData``:
@@ -97,13 +99,13 @@ def make_batch(
             edges[batch_name(name)] = tensor
         edges.num_sampled_edges = subgraph.num_sampled_edges[edge_type]
     for name, value in seeds.entries.items():
-        batch[name] = value
+        batch[name] = copy(value) if isinstance(value, Tensor) else value
     if seeds.edges is not None:
-        seeds.edges.put_into(batch, seeds.target if hetero and not isinstance(seeds.target, str) else None)
+        seeds.edges.put_into(batch, seeds.target if hetero and not isinstance(seeds.target, str) else None, copy)
     target = batch[seeds.target] if hetero else batch
-    target.input_id, target.batch_size = seeds.input_id, seeds.input_id.numel()
+    target.input_id, target.batch_size = copy(seeds.input_id), seeds.input_id.numel()
     if seeds.time is not None:
-        target.seed_time = seeds.time
+        target.seed_time = copy(seeds.time)
     batch.trim = trim
     if hetero:
         batch.target = seeds.target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,16 +91,22 @@ class ScoredEdges:
         entries = {"edge_label_index": torch.stack([self.source, self.target])} | named
         return entries if self.negative_target is None else entries | {"dst_neg_index": self.negative_target}
 
-    def put_into(self, batch: Data | HeteroData, edge_type: EdgeType | None) -> None:
+    def put_into(
+        self,
+        batch: Data | HeteroData,
+        edge_type: EdgeType | None,
+        copy: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> None:
         """Set the entries of a batch; with a form, those of a ``HeteroData`` go to the types where PyG has them.
 
         Args:
             batch: changed in place.
             edge_type: the type of the edges in a ``HeteroData``.
+            copy: called with each entry, to copy it to a device.
         """
         typed = isinstance(batch, HeteroData) and self.form is not None and edge_type is not None
         for name, value in self.entries().items():
-            (_pyg_store(batch, name, edge_type) if typed else batch)[name] = value  # type: ignore[arg-type]
+            (_pyg_store(batch, name, edge_type) if typed else batch)[name] = copy(value)  # type: ignore[arg-type]
 
     @property
     def _by_edge(self) -> bool:

@@ -23,7 +23,7 @@ from helpers import LIMIT
 from pyg_ranks import NAMES, NODES, PARTS, Ranks, hetero_graph
 from small_graphs import messy_graph, random_parts, stored
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 
 from gtrain import PlantedData
 from gtrain.graph.sampling.options import SamplingOptions
@@ -40,6 +40,8 @@ from gtrain_pyg.features.cache import expected_visits
 from gtrain_pyg.features.device_cache import DeviceCache
 from gtrain_pyg.features.feature_store import FeatureStore, RowCounts
 from gtrain_pyg.loader import pipelined_copies
+from gtrain_pyg.sampling.sampler import Subgraph
+from gtrain_pyg.seeds import SeedFields, batch_name
 from gtrain_pyg.strategy import PygStrategy
 from gtrain_pyg.threads import OrderedThreads
 
@@ -73,17 +75,20 @@ def rows_by_cache(features: FeatureStore, cache: DeviceCache, batch: dict[Any, A
     mover = BatchMover(DeviceCopies(CPU), features.output_dtypes())
     mover.cache = cache
     cached, missing = cache.split(batch, features.pool)
-    made = HeteroData()
-    made["node"].n_id, made[EDGE_TYPE].e_count = torch.from_numpy(batch["node"]), len(batch[EDGE_TYPE])
-    for graph_type, tensors in features.prefetch(missing, as_stored=True).get().items():
-        for name, tensor in tensors.items():
-            made[graph_type]["e_id" if name == "edge_id" else name] = tensor
-    moved = mover(HostBatch(made, cached)).take()
-    assert isinstance(moved, HeteroData)
+    rows = features.prefetch(missing, as_stored=True).get()
+    moved = mover(host_batch(batch["node"], rows, cached)).take()
     return {
-        graph_type: {name: moved[graph_type]["e_id" if name == "edge_id" else name] for name in names}
+        graph_type: {name: moved[batch_name(name)] for name in names if batch_name(name) in moved}
         for graph_type, names in NAMES.items()
     }
+
+
+def host_batch(ids: np.ndarray, rows: Any, cached: Any = None) -> HostBatch:
+    """A batch of nodes without edges, of the first of which it was grown."""
+    nothing = {EDGE_TYPE: np.empty((2, 0), np.int64)}
+    subgraph = Subgraph({"node": ids}, nothing, {}, None, {"node": ids[:1]}, {"node": [1]}, {EDGE_TYPE: [0]})
+    seeds = SeedFields("node", {"seeds": torch.tensor([0])}, torch.tensor([0]))
+    return HostBatch(subgraph, rows, seeds, False, True, cached or {})
 
 
 # ---------------------------------------------------------------------------------------------------- the cache
@@ -219,15 +224,16 @@ class FakeCopies(DeviceCopies):
 
 def test_memory_of_a_copy_is_reused_after_its_event_and_not_before() -> None:
     copies, pool = FakeCopies(), BufferPool()
-    mover = BatchMover(copies, {})
+    mover = BatchMover(copies, {"node": {"x": torch.float32}})
     addresses = []
     for number in range(6):
         x = pool.tensor((1000, 100))
         x.fill_(number)
         addresses.append(x.data_ptr())
-        host = HostBatch(Data(x=x))
+        host = host_batch(np.arange(1000), {"node": {"x": x}})
         del x
         moved = mover(host)
+        del host
         assert moved.batch.x.data_ptr() != addresses[-1] and (moved.batch.x == number).all()
         # The copy of the batch before is complete, this one's may be under way.
         assert copies.events == [f"waited for copy {n}" for n in range(1, number + 1)]
