@@ -33,6 +33,7 @@ from gtrain.nn.csr import product
 from gtrain_ps.worker.device import WorkerDevice
 
 FEATURES, NONZEROS, WORKERS, SERVERS = 1 << 20, 72, 2, 2
+ZIPF = 1.05
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def command(workload: Workload, folder: Path, accelerator: str, epochs: int) -> 
         "data.num_rows": int(batch * workload.steps * 1.05),
         "data.num_features": workload.features,
         "data.features_per_row": NONZEROS,
-        "data.zipf_exponent": 1.05,
+        "data.zipf_exponent": ZIPF,
         "data.binary": "false",
         "data.train_fraction": 1 / 1.05,
         "data.val_fraction": 0.02,
@@ -147,7 +148,9 @@ def fetched_rows(workload: Workload, device: torch.device, repeats: int) -> list
     copied to the device and its gradient back; with one on the device, the distinct rows are.
     """
     generator = np.random.default_rng(0)
-    ids = (generator.zipf(1.05 + 0.5, workload.rows * NONZEROS) - 1) % workload.features
+    power = 1 - ZIPF
+    drawn = ((workload.features**power - 1) * generator.random(workload.rows * NONZEROS) + 1) ** (1 / power)
+    ids = np.minimum(drawn.astype(np.int64), workload.features) - 1
     distinct, inverse = torch.unique(torch.from_numpy(ids), return_inverse=True)
     offsets = torch.arange(0, workload.rows * NONZEROS + 1, NONZEROS)
     values = torch.from_numpy(generator.random(len(ids), np.float32))
