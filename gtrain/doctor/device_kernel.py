@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import triton
@@ -13,8 +12,8 @@ _COUNT = 1000
 _BLOCK = 256
 
 
-@triton.jit  # type: ignore[misc]
-def _add_one(source: Any, target: Any, count: Any, block: tl.constexpr) -> None:
+@triton.jit
+def _add_one(source, target, count, block: tl.constexpr) -> None:
     """target[i] = source[i] + 1."""
     index = tl.program_id(0) * block + tl.arange(0, block)
     inside = index < count
