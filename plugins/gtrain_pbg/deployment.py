@@ -104,6 +104,7 @@ class PlannedBuckets:
         self.skipped = self.offset = 0
         self._leads = group.rank == 0
         self._plan: list[ScheduledBucket] = []
+        self._yielded, self._next_epoch = 0, (0, 0)
         self._pending: list[Future[None]] = []
         self.done = 0
 
@@ -115,7 +116,8 @@ class PlannedBuckets:
         while buckets and self.offset >= (steps := batches.count(*buckets[0])):
             self.offset -= steps
             buckets = buckets[1:]
-        self._plan = self._tables.buffer.plan(buckets)
+        self._plan, self._yielded = self._tables.buffer.plan(buckets), 0
+        self._next_epoch = epoch + 1, batches.edges.seed
         return sum(batches.count(bucket, chunk) for bucket, chunk in buckets) - self.offset
 
     def buckets(self) -> Iterator[ScheduledBucket]:
@@ -131,7 +133,16 @@ class PlannedBuckets:
             if self._leads:
                 tables = self._tables
                 self._pending = [tables.begin_swaps(scheduled.during), tables.begin_reading_ahead(scheduled.soon)]
+            self._yielded += 1
             yield scheduled
+
+    def following(self) -> tuple[Bucket, int, int] | None:
+        epoch, seed = self._next_epoch
+        if self._yielded < len(self._plan):
+            scheduled = self._plan[self._yielded]
+            return scheduled.bucket, scheduled.chunk, epoch - 1
+        first = self._order(epoch, seed)[:1]
+        return (*first[0], epoch) if first else None
 
     def trained(self, scheduled: ScheduledBucket, edges: int) -> None:
         self._tables.trained(scheduled.bucket)

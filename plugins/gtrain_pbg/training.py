@@ -119,7 +119,10 @@ class BucketTraining:
 
     Attributes:
         matmul: the same, or float64 if the tables are.
+        is_fast: whether training takes no longer than reading the edges, which are then read ahead.
     """
+
+    is_fast = False
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -66,6 +67,26 @@ class BucketBatches:
         return taken
 
 
+class StepsAhead:
+    """Cuts buckets into steps, the next one in a thread while the current one is trained."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "gtrain-pbg-edges")
+        self._key: tuple[Bucket, int, int] | None = None
+        self._steps: Future[tuple[list[list[EdgeList]], EdgeList]] | None = None
+
+    def take(
+        self, batches: BucketBatches, current: tuple[Bucket, int, int], following: tuple[Bucket, int, int] | None
+    ) -> tuple[list[list[EdgeList]], EdgeList]:
+        """Return the steps of a bucket (its partitions, its chunk and the epoch), and begin to cut the next one."""
+        key, future = self._key, self._steps
+        self._key, self._steps = following, None
+        steps = future.result() if future is not None and key == current else batches.steps_of(*current)
+        if following is not None:
+            self._steps = self._thread.submit(batches.steps_of, *following)
+        return steps
+
+
 class BucketSource(Protocol):
     """Schedules a worker's buckets, with their partitions in memory; all workers of a machine get the same buckets.
 
@@ -88,6 +109,9 @@ class BucketSource(Protocol):
 
     def buckets(self) -> Iterator[ScheduledBucket | None]:
         """Yield the buckets of the epoch; None: a step without edges, before which ``done`` was set."""
+
+    def following(self) -> tuple[Bucket, int, int] | None:
+        """Return the bucket after the one that was yielded last, its chunk and its epoch; None: unknown."""
 
     def trained(self, scheduled: ScheduledBucket, edges: int) -> None:
         """Called when all workers of the machine have trained a bucket, with the sum of their edges."""
@@ -127,6 +151,7 @@ class BucketWorker:
         self._clock, self._held_out, self._limit = clock, held_out, limit
         self._epoch: Iterator[Trained] | None = None
         self._steps: int | None = None
+        self._ahead = StepsAhead() if training.is_fast else None
         self.over, self.trained_steps = True, 0
 
     @property
@@ -169,7 +194,11 @@ class BucketWorker:
             if scheduled is None:
                 yield NOTHING
                 continue
-            steps, held = batches.steps_of(scheduled.bucket, scheduled.chunk, epoch)
+            current = scheduled.bucket, scheduled.chunk, epoch
+            if self._ahead is None:
+                steps, held = batches.steps_of(*current)
+            else:
+                steps, held = self._ahead.take(batches, current, self._source.following())
             steps = steps[offset:]
             offset = 0
             if remaining is not None:

@@ -171,10 +171,12 @@ class BatchPreparation:
         """
         device, n = self._device, len(batches)
         host = device.pinned(3, n, shape.edges, dtype=torch.int32)
-        for number, batch in enumerate(batches):
-            for target, column in zip(host, (batch.heads, batch.tails, batch.relation), strict=True):
-                target[number, : len(batch)] = column
-                target[number, len(batch) :] = column[0]
+        # numpy has less overhead per assignment.
+        for target, name in zip(host.numpy(), ("heads", "tails", "relation"), strict=True):
+            for row, batch in zip(target, batches, strict=True):
+                column = getattr(batch, name).numpy()
+                row[: len(batch)] = column
+                row[len(batch) :] = column[0]
         drawn = self._draw(n, shape, heads, tails)
         counts = device.pinned(n, 1, dtype=torch.int32)
         counts.copy_(torch.tensor([[len(batch)] for batch in batches], dtype=torch.int32))
@@ -269,19 +271,27 @@ def sort_by_row(rows: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def runs(
-    batches: Sequence[EdgeList], key: Callable[[EdgeList], tuple[int, BatchShape]], most: int
+    batches: Sequence[EdgeList], key: Callable[[EdgeList], tuple[int, BatchShape]], first: int, most: int
 ) -> Iterator[tuple[int, BatchShape, list[EdgeList]]]:
-    """Yield consecutive batches of one group and one shape, at most ``most`` at a time, without empty ones."""
+    """Yield consecutive batches of one group and one shape, without empty ones.
+
+    Args:
+        batches: in their order.
+        key: returns group and shape.
+        first: most batches of the first run; each later one may have twice as many.
+        most: most batches of any.
+    """
     run: list[EdgeList] = []
+    size = min(first, most)
     last: tuple[int, BatchShape] | None = None
     for batch in batches:
         if not len(batch):
             continue
         current = key(batch)
-        if run and (current != last or len(run) == most):
+        if run and (current != last or len(run) == size):
             assert last is not None
             yield (*last, run)
-            run = []
+            run, size = [], min(2 * size, most)
         run.append(batch)
         last = current
     if run and last is not None:

@@ -25,6 +25,8 @@ from gtrain_pbg.training import BucketTraining, StepRules, diverged
 
 PIECE = 16
 """Batches that are prepared together."""
+FIRST = 2
+"""Batches of the first piece, for a device that is idle."""
 PIECES = 4
 """Pieces that are prepared and not yet trained, at the most."""
 UNREAD = 2
@@ -52,6 +54,8 @@ class DeviceTraining(BucketTraining):
         device_tables: the tables.
         module, recipe, rules, shared, tables, matmul: see :class:`BucketTraining`.
     """
+
+    is_fast = True
 
     def __init__(
         self,
@@ -143,7 +147,10 @@ class DeviceTraining(BucketTraining):
         with self._device.compute():
             self._update_rules()
         weight = 0.0
-        for number, shape, run in self._runs(batches):
+        while self._pieces and _happened(self._pieces[0].done):
+            self._pieces.popleft()
+        # An idle device begins with few batches, so that it waits for few.
+        for number, shape, run in self._runs(batches, FIRST if not self._pieces else PIECE):
             ends = heads, tails = self._ends(number, scheduled)
             while len(self._pieces) >= PIECES:
                 _wait(self._pieces.popleft().done)
@@ -159,12 +166,12 @@ class DeviceTraining(BucketTraining):
         self._on_device.trained(scheduled)
         return weight
 
-    def _runs(self, batches: list[EdgeList]) -> Iterator[tuple[int, BatchShape, list[EdgeList]]]:
+    def _runs(self, batches: list[EdgeList], first: int) -> Iterator[tuple[int, BatchShape, list[EdgeList]]]:
         def key(edges: EdgeList) -> tuple[int, BatchShape]:
             number = self._groups.of(edges)
             return number, shape_of(self._recipe.groups[number], len(edges))
 
-        return runs(batches, key, PIECE)
+        return runs(batches, key, first, PIECE)
 
     def _step(self, number: int, piece: Piece, batch: int, ends: tuple[Ends, Ends]) -> None:
         """Train on one batch: the first of a shape as it is, later ones by replaying its graph."""
@@ -239,3 +246,8 @@ def _wait(event: Event) -> None:
     """Block until an event has happened."""
     if event is not None:
         event.synchronize()
+
+
+def _happened(event: Event) -> bool:
+    """Return whether an event has happened."""
+    return event is None or event.query()

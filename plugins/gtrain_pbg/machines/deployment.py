@@ -256,6 +256,9 @@ class LeasedBuckets:
                 self.done = chunk + 1
                 yield None
 
+    def following(self) -> None:
+        """Return None: the lock server grants the next bucket once this one is trained."""
+
     def trained(self, scheduled: ScheduledBucket, edges: int) -> None:
         self._edges = edges
 

@@ -193,7 +193,7 @@ class Bench:
             data: Any = KGData(path=str(self._archive), unknown="keep", **common)
         else:
             sizes = {"num_entities": self.load.entities, "num_relations": self.load.relations}
-            data = PlantedKGData(**sizes, num_positions=100, num_triples=self.load.triples, held_out=0.06, **common)
+            data = PlantedKGData(**sizes, num_positions=500, num_triples=self.load.triples, held_out=0.06, **common)
         data.edge_buckets = True
         data.prepare_data()
         return data
@@ -331,7 +331,7 @@ class Bench:
         source = (
             ["data=kg", f"data.path={self._archive}", "data.unknown=keep"]
             if self._archive
-            else ["data=planted_kg", f"data.num_entities={self.load.entities}", "data.num_positions=100",
+            else ["data=planted_kg", f"data.num_entities={self.load.entities}", "data.num_positions=500",
                   f"data.num_relations={self.load.relations}", f"data.num_triples={self.load.triples}",
                   "data.held_out=0.06"]
         )  # fmt: skip

@@ -158,6 +158,8 @@ class Recorder:
         self.turns.append((visit.bucket, len(batches)))
         return 1.0, 1.0
 
+    is_fast = False
+
     def drain(self) -> tuple[float, float]:
         return 0.0, 0.0
 
