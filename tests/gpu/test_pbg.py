@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import gtrain, ok, summary
+from forked import gtrain
+from helpers import ok, summary
 from torch import Tensor
 from unit.pbg.test_device_step import OnDevice
 from unit.pbg.test_step import LOSSES, VARIANTS, Reference, make_edges, make_model, tolerance_of
