@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.batches.loader import SeedLoader, prefetched
@@ -306,8 +307,7 @@ class SampledBatches:
                 overlap=plan.overlap,
             )
             return
-        # The device converts the rows that it receives.
-        prefetcher = self._features.prefetcher(plan.lookahead, as_stored=True) if plan.remote else None
+        prefetcher = self._prefetcher(plan.lookahead) if plan.remote else None
         moved = pipelined_copies(
             steps,
             self._sample,
@@ -351,8 +351,12 @@ class SampledBatches:
             needed = sum(rows.size for rows in ids.values())
             cached, ids = mover.cache.split(ids, features.pool)
             features.counts.on_device += needed - sum(rows.size for rows in ids.values())
-        prefetcher = prefetcher or features.prefetcher(1, as_stored=True)
+        prefetcher = prefetcher or self._prefetcher(1)
         return prefetcher.prefetch(ids), cached
+
+    def _prefetcher(self, lookahead: int) -> Prefetcher:
+        """Return a prefetcher of rows for a device, which converts them, but for those that are then narrower."""
+        return self._features.prefetcher(lookahead, as_stored=self._features.dtype != torch.bfloat16)
 
     def _assemble_for_device(self, step: Step, subgraph: Subgraph, fetched: Fetched) -> HostBatch:
         pending, cached = fetched

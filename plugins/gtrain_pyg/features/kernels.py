@@ -273,6 +273,38 @@ def gather(location: Array, bases: Array, nbytes: int, out: int, low: int, high:
 
 
 @njit(cache=True, nogil=True)
+def gather_bfloat16(location: Array, bases: Array, out: Array) -> None:
+    """Copy dense rows of float32 and round them to bfloat16, to the nearest and then to the even one, as torch does.
+
+    Args:
+        location: int64 ``[n]``.
+        bases: int64 ``[S]``, the address of each segment's first row.
+        out: uint16 ``[n, columns]``, written: the bits of the numbers.
+    """
+    count, columns = out.shape
+    nbytes = columns * 4
+    distance = _AHEAD if nbytes > _LINE else _AHEAD_NARROW
+    row = np.empty(columns, np.uint32)  # the loop over an array is compiled to vector instructions
+    for i in range(count):
+        if i + distance < count:
+            ahead = location[i + distance]
+            start = bases[ahead >> SHIFT] + (ahead & _ROW) * nbytes
+            for c in range(0, nbytes, _LINE):
+                prefetch(start + c)
+        copy(row.ctypes.data, bases[location[i] >> SHIFT] + (location[i] & _ROW) * nbytes, nbytes)
+        _round(row, out[i])
+
+
+@njit(cache=True, nogil=True)
+def _round(bits: Array, out: Array) -> None:
+    for c in range(out.size):
+        rounded = (bits[c] + np.uint32(0x7FFF) + ((bits[c] >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        # The increment could turn a NaN into an infinity or 0.
+        is_nan = (bits[c] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        out[c] = np.uint16(np.uint32(0x7FC0) if is_nan else rounded)
+
+
+@njit(cache=True, nogil=True)
 def _start(base: int, row: int, width: int) -> int:
     """Return an entry of an indptr at an address, of 4 or 8 bytes per number."""
     if width == 4:

@@ -26,7 +26,7 @@ from gtrain.graph.store.writer import write_store
 from gtrain.nn.compressed import as_dense, is_compressed
 from gtrain.strategy.counters import rss_bytes
 from gtrain.wire import Message, RemoteError, WireError
-from gtrain_pyg.features import feature_store
+from gtrain_pyg.features import feature_store, kernels
 from gtrain_pyg.features import requests as row_requests
 from gtrain_pyg.features.cache import FeatureCache, expected_visits, fill_cache, most_visited
 from gtrain_pyg.features.feature_store import FeatureStore, RowCounts
@@ -657,3 +657,19 @@ def test_memory_stays_flat_over_windows(ranks: Ranks) -> None:
     before = rss_bytes()
     windows(200)
     assert rss_bytes() - before < 4 << 20
+
+
+@pytest.mark.parametrize("columns", [1, 3, 64])
+def test_rows_are_rounded_to_bfloat16_as_torch_rounds(columns: int) -> None:
+    """All that decides: ties, subnormal numbers, the largest ones, infinities, NaN."""
+    bits = torch.randint(-(2**31), 2**31, (4000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    ties = (bits & -65536) | 0x8000
+    special = torch.tensor([0, -(2**31), 1, 0x7F7FFFFF, 0x7F800000, -0x800000, 0x7F800001, 0x7FFFFFFF, 0x00018000])
+    numbers = torch.cat([bits, ties, special.to(torch.int32)]).view(torch.float32)
+    rows = numbers.repeat(columns)[: len(numbers) // columns * columns].view(-1, columns)
+    location = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
+    out = torch.empty(len(rows), columns, dtype=torch.bfloat16)
+    kernels.gather_bfloat16(location.numpy(), np.array([rows.data_ptr()]), out.view(torch.uint16).numpy())
+    expected = rows[location].bfloat16()
+    assert torch.equal(out.isnan(), expected.isnan()) and expected.isnan().any()
+    assert torch.equal(out.nan_to_num().view(torch.int16), expected.nan_to_num().view(torch.int16))
