@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,3 +141,11 @@ def test_bad_input(tmp_path: Path) -> None:
         assert result.returncode != 0, setting
         assert expected in result.stderr, (setting, result.stderr)
         assert "HINT" in result.stderr and "Traceback" not in result.stderr, (setting, result.stderr)
+
+
+@pytest.mark.slow
+def test_batches_of_a_gpus_stages_are_those_of_a_cpu(tmp_path: Path) -> None:
+    """What tests/gpu/test_pyg.py runs on a GPU, on tensors of the CPU."""
+    done = ok(forked.python(str(REPO / "tests/assets/devices/pyg_batches.py"), "cpu", cwd=tmp_path))
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert len(results) == 11 and all(results.values()), results
