@@ -33,11 +33,11 @@ class Captured(OnDevice):
     def run(self, batch: BatchTensors, shape: BatchShape, ends: Ends, relations: Tensor) -> None:
         if shape not in self._graphs:
             inputs, _ = self._graphs[shape] = batch.like(), None
-            inputs.copy_(batch)
+            inputs.memory.copy_(batch.memory)
             super().run(inputs, shape, ends, relations)
             return
         inputs, replay = self._graphs[shape]
-        inputs.copy_(batch)
+        inputs.memory.copy_(batch.memory)
         if replay is None:
             replay = self.device.captured(lambda: self.step(inputs, shape, (ends, ends), relations))
             self._graphs[shape] = inputs, replay

@@ -10,8 +10,9 @@ A CUDA graph needs fixed shapes, so a graph exists for each number of chunks, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from gtrain.nn.recipe import EdgeRecipe
 from gtrain_pbg.device.lanes import Device, Event
 from gtrain_pbg.edges import EdgeList
 
+ALIGNED = 16
+"""Bytes of which each tensor begins at a multiple: a GPU loads that many at a time."""
 LEAST_SLOTS = 16
 """Least slots of a batch that is one incomplete chunk; their number is a power of two, so that few shapes occur."""
 
@@ -61,6 +64,60 @@ def shape_of(recipe: EdgeRecipe, edges: int) -> BatchShape:
     return BatchShape(1, min(slots, size), recipe.num_uniform_negs)
 
 
+@dataclass(frozen=True)
+class InputLayout:
+    """Where the inputs of a step are in one piece of memory, so that one copy moves them.
+
+    Attributes:
+        entries: name, shape, dtype and first byte of each tensor of :class:`BatchTensors`.
+        nbytes: of all.
+    """
+
+    entries: tuple[tuple[str, tuple[int, ...], torch.dtype, int], ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, shape: BatchShape, tables: int, rows: int, relations: int, dtype: torch.dtype) -> InputLayout:
+        """Lay out the inputs of a batch.
+
+        Args:
+            shape: of the batch.
+            tables: T, distinct tables.
+            rows: of the largest table.
+            relations: R.
+            dtype: of weights.
+        """
+        of_rows, of_relations = min(shape.rows // tables, rows), min(shape.edges, relations)
+        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "ids": ((shape.rows,), torch.int32),
+            "order": ((shape.rows,), torch.int32),
+            "starts": ((tables, of_rows + 1), torch.int32),
+            "distinct": ((tables,), torch.int32),
+            "relation": ((shape.edges,), torch.int32),
+            "relation_order": ((shape.edges,), torch.int32),
+            "relation_starts": ((of_relations + 1,), torch.int32),
+            "relation_distinct": ((1,), torch.int32),
+            "edges": ((1,), torch.int32),
+            "weight": ((shape.edges,), dtype),
+            "total": ((1,), torch.float64),
+        }
+        entries, end = [], 0
+        for name, (size, kind) in sizes.items():
+            entries.append((name, size, kind, end))
+            end += -(-math.prod(size) * kind.itemsize // ALIGNED) * ALIGNED
+        return cls(tuple(entries), end)
+
+    def tensors(self, memory: Tensor) -> BatchTensors:
+        """View memory, uint8 ``[nbytes]`` or ``[n, nbytes]``, as the inputs of one batch or of n."""
+        views = {
+            name: memory[..., first : first + math.prod(size) * kind.itemsize]
+            .view(kind)
+            .view(*memory.shape[:-1], *size)
+            for name, size, kind, first in self.entries
+        }
+        return BatchTensors(**views, memory=memory, layout=self)
+
+
 @dataclass
 class BatchTensors:
     """The inputs of a training step; with one more dimension in front for several batches.
@@ -76,6 +133,8 @@ class BatchTensors:
         edges: int32 ``[1]``, B: the other slots are empty.
         weight: ``[C m]``, of each edge's loss in the batch's mean; 0 for empty slots.
         total: float64 ``[1]``, sum of the weights before they were divided by it.
+        memory: that all of these are views of.
+        layout: of this memory.
     """
 
     ids: Tensor
@@ -89,24 +148,16 @@ class BatchTensors:
     edges: Tensor
     weight: Tensor
     total: Tensor
-
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors: integers first."""
-        return [getattr(self, field.name) for field in fields(self)]
+    memory: Tensor
+    layout: InputLayout
 
     def batch(self, number: int) -> BatchTensors:
         """Return one of several batches."""
-        return BatchTensors(*(tensor[number] for tensor in self.tensors()))
+        return self.layout.tensors(self.memory[number])
 
     def like(self) -> BatchTensors:
-        """Return uninitialized tensors of the same shapes."""
-        return BatchTensors(*(torch.empty_like(tensor) for tensor in self.tensors()))
-
-    def copy_(self, other: BatchTensors) -> None:
-        """Overwrite one batch by another, with one kernel per dtype."""
-        mine, theirs = self.tensors(), other.tensors()
-        for part in (slice(0, -2), slice(-2, -1), slice(-1, None)):
-            torch._foreach_copy_(mine[part], theirs[part])
+        """Return uninitialized inputs of the same shapes."""
+        return self.layout.tensors(torch.empty_like(self.memory))
 
 
 @dataclass(frozen=True)
@@ -170,6 +221,8 @@ class BatchPreparation:
             heads, tails: where the rows are.
         """
         device, n = self._device, len(batches)
+        tables, rows = 1 + (self._recipe.types[0] != self._recipe.types[1]), max(heads.rows, tails.rows)
+        layout = InputLayout.of(shape, tables, rows, self._recipe.num_relations, self._dtype)
         host = device.pinned(3, n, shape.edges, dtype=torch.int32)
         # numpy has less overhead per assignment.
         for target, name in zip(host.numpy(), ("heads", "tails", "relation"), strict=True):
@@ -184,27 +237,22 @@ class BatchPreparation:
         with device.prepare():
             ends, negatives = device.moved(host), device.moved(drawn)
             ids = torch.empty(n, 2, shape.chunks, shape.columns, dtype=torch.int32, device=device.name)
-            for side, (end, rows) in enumerate(((1, tails), (0, heads))):
-                torch.add(ends[end].view(n, shape.chunks, -1), rows.first, out=ids[:, side, :, : shape.slots])
-                torch.add(negatives[:, end], rows.first, out=ids[:, side, :, shape.slots :])
-            same = self._recipe.types[0] == self._recipe.types[1]
-            by_table = ids.view(n, 1, -1) if same else ids.view(n, 2, -1)
-            order, starts, distinct = sort_by_row(by_table, max(heads.rows, tails.rows))
-            relation = ends[2]
-            by_relation = sort_by_row(relation.unsqueeze(1), self._recipe.num_relations)
-            tensors = BatchTensors(
-                ids=ids.view(n, -1),
-                order=order.view(n, -1),
-                starts=starts,
-                distinct=distinct,
-                relation=relation,
-                relation_order=by_relation[0].squeeze(1),
-                relation_starts=by_relation[1].squeeze(1),
-                relation_distinct=by_relation[2],
-                edges=device.moved(counts),
-                weight=device.moved(weight),
-                total=device.moved(total),
+            for side, (end, first) in enumerate(((1, tails.first), (0, heads.first))):
+                torch.add(ends[end].view(n, shape.chunks, -1), first, out=ids[:, side, :, : shape.slots])
+                torch.add(negatives[:, end], first, out=ids[:, side, :, shape.slots :])
+            by_table = ids.view(n, tables, -1)
+            sorted_rows = sort_by_row(by_table, rows)
+            sorted_relations = sort_by_row(ends[2].unsqueeze(1), self._recipe.num_relations)
+            tensors = layout.tensors(device.empty(n, layout.nbytes, dtype=torch.uint8))
+            moved = {"edges": counts, "weight": weight, "total": total}
+            values = {"ids": ids, "relation": ends[2], **{name: device.moved(value) for name, value in moved.items()}}
+            values |= dict(zip(("order", "starts", "distinct"), sorted_rows, strict=True))
+            values |= dict(
+                zip(("relation_order", "relation_starts", "relation_distinct"), sorted_relations, strict=True)
             )
+            for name, value in values.items():
+                target = getattr(tensors, name)
+                target.copy_(value.view(target.shape))
             ready = device.prepare.record()
         return Piece(shape, n, tensors, ready, host[2], float(total.sum()))
 

@@ -175,21 +175,21 @@ class DeviceTraining(BucketTraining):
 
     def _step(self, number: int, piece: Piece, batch: int, ends: tuple[Ends, Ends]) -> None:
         """Train on one batch: the first of a shape as it is, later ones by replaying its graph."""
-        step, tensors, shape = self._device_steps[number], piece.tensors.batch(batch), piece.shape
+        step, shape, relations = self._device_steps[number], piece.shape, piece.relations[batch]
         if not (self._device.graphs and step.captured):
-            step(tensors, shape, ends, piece.relations[batch])
+            step(piece.tensors.batch(batch), shape, ends, relations)
             return
         captured = self._captured.get((number, shape))
         if captured is None:
             # The same tensors as later: kernels are compiled for them before they are captured.
-            captured = self._captured[number, shape] = CapturedStep(tensors.like())
-            captured.inputs.copy_(tensors)
-            step(captured.inputs, shape, ends, piece.relations[batch])
+            captured = self._captured[number, shape] = CapturedStep(piece.tensors.batch(batch).like())
+            captured.inputs.memory.copy_(piece.tensors.memory[batch])
+            step(captured.inputs, shape, ends, relations)
             return
         inputs = captured.inputs
-        inputs.copy_(tensors)
+        inputs.memory.copy_(piece.tensors.memory[batch])
         if captured.replay is None:
-            captured.replay = self._device.captured(lambda: step(inputs, shape, ends, piece.relations[batch]))
+            captured.replay = self._device.captured(lambda: step(inputs, shape, ends, relations))
         captured.replay()
 
     def _ends(self, number: int, scheduled: ScheduledBucket) -> tuple[Ends, Ends]:

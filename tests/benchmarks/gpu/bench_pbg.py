@@ -56,6 +56,7 @@ class Workload:
     entities: int = 14_541
     relations: int = 237
     triples: int = 310_116
+    positions: int = 500
     dimension: int = 400
     batch: int = 1000
     near: int = 50
@@ -67,7 +68,7 @@ class Workload:
         return {"dimension": self.dimension, "num_batch_negs": self.near, "num_uniform_negs": self.far}
 
 
-SMALL = Workload(500, 7, 6000, 32, 200, 10, 40)
+SMALL = Workload(500, 7, 6000, 100, 32, 200, 10, 40)
 
 
 class EpochTimes(pl.Callback):
@@ -193,7 +194,9 @@ class Bench:
             data: Any = KGData(path=str(self._archive), unknown="keep", **common)
         else:
             sizes = {"num_entities": self.load.entities, "num_relations": self.load.relations}
-            data = PlantedKGData(**sizes, num_positions=500, num_triples=self.load.triples, held_out=0.06, **common)
+            data = PlantedKGData(
+                **sizes, num_positions=self.load.positions, num_triples=self.load.triples, held_out=0.06, **common
+            )
         data.edge_buckets = True
         data.prepare_data()
         return data
@@ -331,9 +334,9 @@ class Bench:
         source = (
             ["data=kg", f"data.path={self._archive}", "data.unknown=keep"]
             if self._archive
-            else ["data=planted_kg", f"data.num_entities={self.load.entities}", "data.num_positions=500",
-                  f"data.num_relations={self.load.relations}", f"data.num_triples={self.load.triples}",
-                  "data.held_out=0.06"]
+            else ["data=planted_kg", f"data.num_entities={self.load.entities}",
+                  f"data.num_positions={self.load.positions}", f"data.num_relations={self.load.relations}",
+                  f"data.num_triples={self.load.triples}", "data.held_out=0.06"]
         )  # fmt: skip
         model = [f"model.{key}={value}" for key, value in self.load.model.items()]
         command = [*prefix, sys.executable, "-m", "gtrain", "strategy=pbg", "model=kg", *source, *model,
