@@ -323,7 +323,8 @@ def probing() -> Iterator[None]:
 
     Inference mode, in which Lightning validates and tests, is off: probes examine the autograd graph.
     """
-    with torch.inference_mode(False), torch.random.fork_rng(devices=[]), torch_dropout():
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.inference_mode(False), torch.random.fork_rng(devices=devices), torch_dropout():
         yield
 
 
@@ -374,14 +375,14 @@ def probe_inputs(
     ids = torch.arange(num_edges, device=device)
     values = []
     for i, (role, tensor) in enumerate(zip(call.pool.roles, call.tensors, strict=True)):
-        generator = torch.Generator().manual_seed(i)
+        generator = torch.Generator("cpu").manual_seed(i)  # the same numbers on every device
         shape = [num_edges, *tensor.shape[1:]]
         if role == "source" and narrow:
             shape[-1] = 1
         if role == "source" and ones:
             values.append(tensor.new_ones(shape))
         elif tensor.is_floating_point():
-            values.append(torch.randn(shape, generator=generator, dtype=torch.float64).to(tensor))
+            values.append(torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(tensor))
         else:
             values.append(tensor.new_zeros(shape))
     return EdgeBlock(ids, ids, ids // 2, num_edges, num_edges), values
@@ -418,7 +419,7 @@ def _form(call: PropagateCall) -> str | None:
 
 
 def _probe(call: PropagateCall, x: Tensor) -> str | None:
-    before = torch.get_rng_state()
+    before = random_state(x.device)
     try:
         with probing(), torch.enable_grad(), without_saved_tensor_hooks():
             block, leaves = probe_inputs(call, _EDGES)
@@ -427,7 +428,7 @@ def _probe(call: PropagateCall, x: Tensor) -> str | None:
             messages = call.message_from(collected)
             weights = call.message_of(*probe_inputs(call, _EDGES, narrow=True, ones=True))
             # A random factor differs from call to call, so values cannot be compared.
-            is_random = not torch.equal(before, torch.get_rng_state())
+            is_random = not _equal(before, random_state(x.device))
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
         return None
     # The very tensor of the sources: no arithmetic at all.
@@ -439,6 +440,10 @@ def _probe(call: PropagateCall, x: Tensor) -> str | None:
     if not torch.allclose(messages, products, rtol=8 * torch.finfo(x.dtype).eps, atol=0.0):
         return None
     return _structure(messages, leaves, call.sources[0])
+
+
+def _equal(one: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | None]) -> bool:
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def _structure(messages: Tensor, leaves: list[Tensor], source: int) -> str | None:
