@@ -6,6 +6,7 @@ the operations of PyG's ``forward``. Only calls of the common form run so; any o
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -478,7 +479,7 @@ class FusedLayers:
 
     def _forward(self, conv: MessagePassing, layer: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Any:
         original = type(conv).forward
-        arguments = inspect.signature(original).bind(conv, *args, **kwargs).arguments
+        arguments = _signature(original).bind(conv, *args, **kwargs).arguments
         x, edge_index = with_gradient(arguments.pop("x")), arguments.pop("edge_index")
         del arguments["self"]
         nodes = _sources_and_targets(x)
@@ -533,6 +534,11 @@ class FusedLayers:
             out = out.view(len(out), conv.heads, -1).mean(1)
         out = out if residual is None else out + residual
         return out if fused_bias is not None or conv.bias is None else out + conv.bias
+
+
+@functools.cache
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)
 
 
 def _sources_and_targets(x: Any) -> tuple[Tensor, int] | None:

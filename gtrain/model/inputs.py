@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,10 @@ _READERS = {**EDGE_DATA, "time": "data.split=time and data.temporal_strategy"}
 """The same, with the times of nodes."""
 
 
+_most_hops: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+"""The most hops of each network that was run, whose layers are looked at once."""
+
+
 def trimming(network: nn.Module, parameters: Collection[str], batch: Data | HeteroData) -> dict[str, Any]:
     """Return the arguments by which a network trims its layers; empty if it must not or cannot.
 
@@ -67,7 +72,9 @@ def trimming(network: nn.Module, parameters: Collection[str], batch: Data | Hete
         return {}
     nodes, edges = _numbers(batch)
     hops = min((len(counts) for counts in (edges.values() if isinstance(edges, dict) else [edges])), default=0)
-    if hop_bounds(network)[1] > hops:
+    if network not in _most_hops:
+        _most_hops[network] = hop_bounds(network)[1]
+    if _most_hops[network] > hops:
         # The network reads more hops than were sampled.
         return {}
     return dict(zip(names, (nodes, edges), strict=True))
