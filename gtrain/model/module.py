@@ -95,11 +95,12 @@ class OptimizedModule(pl.LightningModule):
 def optimizer_of(make_optimizer: MakeOptimizer | None, parameters: Sequence[Parameter]) -> torch.optim.Optimizer:
     """Return an optimizer of some parameters; None: Adam with lr 0.01.
 
-    Adam on the CPU becomes fused, unless its settings choose an implementation: torch's default there runs a dozen
-    kernels per parameter, which take longer than the backward pass of a small network.
+    Adam becomes fused, unless its settings choose an implementation: torch's default runs a dozen kernels per parameter
+    on the CPU, and as many for all of them on a GPU, which take longer than the backward pass of a small network.
     """
     optimizer = (make_optimizer or partial(torch.optim.Adam, lr=0.01))(parameters)
-    fusable = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for p in parameters)
+    devices = {p.device.type for p in parameters}
+    fusable = devices in ({"cpu"}, {"cuda"}) and all(p.dtype in (torch.float32, torch.float64) for p in parameters)
     if type(optimizer) in _FUSED and fusable:
         for group in (optimizer.defaults, *optimizer.param_groups):
             chosen = group["fused"] is not None or group["foreach"] is not None

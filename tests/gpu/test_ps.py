@@ -12,6 +12,7 @@ import torch
 from forked import enough, gtrain, lasting
 from helpers import ok, summary, until
 
+from gtrain.model.module import optimizer_of
 from gtrain.nn.csr import Csr
 from gtrain_ps.worker.device import WorkerDevice
 
@@ -104,3 +105,12 @@ def test_a_batch_that_is_copied_ahead_keeps_sparse_rows_on_the_host() -> None:
     moved = device.batch(batch)
     assert moved.x.ids.device.type == "cpu" and moved.y.device.type == "cuda" and torch.equal(moved.y.cpu(), y)
     assert moved.n_id is device.constant(constant) and device.ids_on_host(moved.n_id) is constant
+
+
+def test_adam_is_one_kernel_on_a_gpu() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    optimizer = optimizer_of(None, [parameter])
+    assert optimizer.param_groups[0]["fused"] is True
+    parameter.sum().backward()
+    optimizer.step()
+    assert optimizer.state[parameter]["step"].device.type == "cuda"

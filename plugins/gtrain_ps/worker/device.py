@@ -66,11 +66,14 @@ class WorkerDevice:
         Those of the device are copied by one transfer.
 
         Returns:
-            copies that lie one behind another in the order of the pieces.
+            one or several tensors, which have the bytes in the order of the pieces.
         """
+        pieces = [piece for piece in pieces if len(piece)]
         there = [piece for piece in pieces if piece.device.type != "cpu"]
         if not there:
-            return [torch.cat(pieces)]
+            return [torch.cat(pieces)] if pieces else []
+        if len(there) == len(pieces):
+            return [self.to_host(torch.cat(there))]
         copied = iter(self.to_host(torch.cat(there)).split([len(piece) for piece in there]))
         return [piece.clone() if piece.device.type == "cpu" else next(copied) for piece in pieces]
 

@@ -62,7 +62,7 @@ class ProgressRecorder:
         self._random: dict[str, Any] = {}
         self._last_random: Any = None
         self._changes: dict[str, Tensor] = {}
-        self._state = [torch.empty(0, dtype=torch.uint8)]  # of the layers, in pieces
+        self._state: list[Tensor] = []  # bytes of the layers, in order
         self._restored: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------------------------------------ recording
@@ -109,7 +109,7 @@ class ProgressRecorder:
         rank, size, count = self._group.rank, self._group.size, len(self._servers)
         entries: ReplayEntries = [{} for _ in range(count)]
         entries[rank % count] |= {"step": pack(step), **self._changes}
-        flat = torch.cat(self._state) if len(self._state) != 1 else self._state[0]
+        flat = self._state[0] if len(self._state) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *self._state])
         for server, part in enumerate(flat.tensor_split(count)):
             if server % size == rank:
                 entries[server][f"rest/{server}"] = part
