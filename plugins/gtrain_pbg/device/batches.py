@@ -227,7 +227,7 @@ class BatchPreparation:
         # numpy has less overhead per assignment.
         for target, name in zip(host.numpy(), ("heads", "tails", "relation"), strict=True):
             for row, batch in zip(target, batches, strict=True):
-                column = getattr(batch, name).numpy()
+                column = vars(batch)[name].numpy()
                 row[: len(batch)] = column
                 row[len(batch) :] = column[0]
         drawn = self._draw(n, shape, heads, tails)
