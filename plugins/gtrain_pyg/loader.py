@@ -11,6 +11,7 @@ Batches for a GPU are sampled and assembled by threads, several at a time, and o
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -307,11 +308,10 @@ class SampledBatches:
                 overlap=plan.overlap,
             )
             return
-        prefetcher = self._prefetcher(plan.lookahead) if plan.remote else None
         moved = pipelined_copies(
             steps,
             self._sample,
-            partial(self._fetch, prefetcher, mover),
+            partial(self._fetch, threading.local(), mover),
             self._assemble_for_device,
             mover,
             threads=plan.threads,
@@ -340,8 +340,18 @@ class SampledBatches:
         hetero = self._loader.store.is_hetero
         return make_batch(subgraph, pending.get(), fields, hetero=hetero, trim=self._plan.trim)
 
-    def _fetch(self, prefetcher: Prefetcher | None, mover: BatchMover, subgraph: Subgraph) -> Fetched:
-        """Request the remote rows that the device does not have. Without a prefetcher, threads may call this freely."""
+    def _fetch(self, own: threading.local, mover: BatchMover, subgraph: Subgraph) -> Fetched:
+        """Request the remote rows that the device does not have.
+
+        Args:
+            own: has the prefetcher of the calling thread. If there are requests, one thread calls this.
+            mover: of the device.
+            subgraph: its edge positions are removed.
+        """
+        if not hasattr(own, "prefetcher"):
+            # The device converts rows, but for those that are narrower in the run's dtype.
+            as_stored = self._features.dtype != torch.bfloat16
+            own.prefetcher = self._features.prefetcher(self._plan.lookahead, as_stored=as_stored)
         ids: dict[NodeOrEdgeType, Array] = dict(subgraph.node.items())
         ids.update(subgraph.edge.items())
         subgraph.edge.clear()
@@ -351,12 +361,7 @@ class SampledBatches:
             needed = sum(rows.size for rows in ids.values())
             cached, ids = mover.cache.split(ids, features.pool)
             features.counts.on_device += needed - sum(rows.size for rows in ids.values())
-        prefetcher = prefetcher or self._prefetcher(1)
-        return prefetcher.prefetch(ids), cached
-
-    def _prefetcher(self, lookahead: int) -> Prefetcher:
-        """Return a prefetcher of rows for a device, which converts them, but for those that are then narrower."""
-        return self._features.prefetcher(lookahead, as_stored=self._features.dtype != torch.bfloat16)
+        return own.prefetcher.prefetch(ids), cached
 
     def _assemble_for_device(self, step: Step, subgraph: Subgraph, fetched: Fetched) -> HostBatch:
         pending, cached = fetched

@@ -94,7 +94,7 @@ class Frontier:
 
     def under(self, rule: Rule) -> Frontier:
         """Return the same frontier, without limits if the rule ignores times."""
-        return self if rule.temporal is not None else replace(self, limit=None)
+        return self if rule.temporal is not None or self.limit is None else replace(self, limit=None)
 
 
 @dataclass(frozen=True)

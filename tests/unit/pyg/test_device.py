@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import CancelledError
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,6 +242,49 @@ def test_memory_of_a_copy_is_reused_after_its_event_and_not_before() -> None:
     assert all(one != other for one, other in zip(addresses[:-1], addresses[1:], strict=True))
     copies.close()
     assert pool.free_bytes >= 2 * 400_000
+
+
+class FakeStream:
+    """A stream that notes what it has to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.waits: list[Any] = []
+
+    def wait_event(self, event: Any) -> None:
+        self.waits.append(event)
+
+
+class FakeCudaEvent:
+    """An event that notes where it was recorded."""
+
+    def __init__(self, blocking: bool) -> None:
+        assert blocking
+        self.stream: Any = None
+
+    def record(self, stream: Any) -> None:
+        self.stream = stream
+
+
+def test_the_training_stream_waits_for_the_copies_and_holds_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, entered, held = FakeStream(CPU), [], []
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeCudaEvent)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(entered.append(stream)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: held.append((self.data_ptr(), stream)))
+    copies = DeviceCopies(torch.device("cuda", 0))
+    copies.device = CPU
+    own = copies._stream
+    moved = BatchMover(copies, {"node": {"x": torch.float32}})(
+        host_batch(np.arange(9), {"node": {"x": torch.ones(9, 2)}})
+    )
+    assert entered == [own] and moved.ready is not None
+    assert isinstance(moved.ready, FakeCudaEvent) and moved.ready.stream is own and not training.waits
+    batch = moved.take()
+    assert training.waits == [moved.ready]
+    tensors = [value for _, value in batch if isinstance(value, Tensor)]
+    assert len(tensors) == 5
+    assert sorted(held) == sorted((tensor.data_ptr(), training) for tensor in tensors)
 
 
 def test_blocks_are_allocated_once() -> None:
