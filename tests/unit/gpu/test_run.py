@@ -130,7 +130,7 @@ def test_without_a_gpu_tests_are_skipped_before_their_fixtures(tmp_path: Path) -
     done = execute(root, "--out", "out", "--only", "tests", program=NO_CHECK + ALL_RUN)
     assert done.returncode == 0, done.stdout + done.stderr
     (tests,) = json.loads((root / "out" / "summary.json").read_text())["parts"]
-    assert tests["files"] == {"tests/gpu/test_a.py": {"skipped": 4}}
+    assert tests["files"] == {"tests/gpu/test_a.py": {"skipped": 4}} and tests["status"] == "skipped"
 
 
 def test_another_copy_of_gtrain_is_refused(tmp_path: Path) -> None:
