@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-_ROWS, _DEVICE_ROWS = 1 << 12, 1 << 16
+_ROWS, _DEVICE_ROWS = 1 << 12, 1 << 15
 LOW = (torch.bfloat16, torch.float16)
 
 

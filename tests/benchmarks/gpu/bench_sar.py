@@ -49,9 +49,11 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a graph of 2,000 nodes")
     parser.add_argument("--seconds", type=float, default=60.0, help="after which no other run starts")
     parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--stores", type=Path, help="folder of stores, which later runs use again")
     options = parser.parse_args()
     nodes, edges = (2_000, 30_000) if options.small else (169_343, 2_500_000)
     data = ["data=planted", f"data.num_nodes={nodes}", f"data.num_edges={edges}", "data.partitioner=random", *FIXED]
+    data += [f"paths.stores={options.stores.resolve()}"] if options.stores else []
     accelerator = "cpu" if options.device == "cpu" else "gpu"
     end, first, sent = time.perf_counter() + options.seconds, {}, {}
     with tempfile.TemporaryDirectory() as name:
