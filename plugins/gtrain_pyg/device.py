@@ -1,4 +1,4 @@
-"""Batches on a GPU: copied from page-locked memory on a stream of their own, beside the stream that trains.
+"""Batches on a GPU: copied from page-locked memory on a separate stream, beside the one that trains.
 
 One thread copies the batches in their order. The training stream waits for an event before it reads a batch; the CPU
 does not wait. ::

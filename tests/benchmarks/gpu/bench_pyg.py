@@ -237,7 +237,7 @@ def say(reading: str, **values: Any) -> None:
 
 
 def on_two_cores(bench: Bench) -> float | None:
-    """Return seconds per step of the same training on two CPU cores, in a process of its own; None if that fails."""
+    """Return seconds per step of the same training on two CPU cores, in a separate process; None if that fails."""
     command = [sys.executable, __file__, "--on-cpu", *(["--small"] if bench.small else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ""}
     limit = max(20.0, bench.deadline - time.monotonic())
