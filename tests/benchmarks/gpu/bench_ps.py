@@ -2,10 +2,10 @@
 
     python tests/benchmarks/gpu/bench_ps.py [--seconds 60] [--device cpu --small]
 
-Two workers, which share the GPU, and two servers; n = 2^20 features, Zipf ids, 72 nonzeros a row, row-wise Adagrad: the
-workload of ``tests/benchmarks/bench_ps.py``, with 512 rows per worker and 52 columns; and a deep one of 2048 rows, 2^17
-features, 256 columns and eight layers. Each command runs as a user runs it; the fastest epoch counts. ``cores`` are
-those that the command may use: all of them, or two.
+Two servers, and two workers that share the GPU, or one; n = 2^20 features, Zipf ids, 72 nonzeros a row, row-wise
+Adagrad: the workload of ``tests/benchmarks/bench_ps.py``, with 1024 rows in a step and 52 columns; and a deep one of 4096
+rows, 2^17 features, 256 columns and eight layers. Each command runs as a user runs it; the fastest epoch counts.
+``cores`` are those that the command may use: all of them, or two.
 
 Prints one JSON object per reading; the last compare where the products of fetched rows are computed.
 """
@@ -38,7 +38,7 @@ ZIPF = 1.05
 
 @dataclass(frozen=True)
 class Workload:
-    """Rows of a worker in a step, columns, layers, and steps per epoch."""
+    """Rows of each of two workers in a step, columns, layers, and steps per epoch."""
 
     rows: int
     width: int
@@ -49,6 +49,19 @@ class Workload:
 
 WORKLOADS = {"bench": Workload(512, 52, 2, 60), "deep": Workload(2048, 256, 8, 16, 1 << 17)}
 SMALL = {"bench": Workload(64, 8, 2, 6, 1 << 12), "deep": Workload(64, 32, 4, 6, 1 << 12)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command: its workload, the device and number of its workers, and the cores that it may use (None: all)."""
+
+    workload: str
+    accelerator: str
+    workers: int = WORKERS
+    cores: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.workload}, {self.workers} worker(s) on {self.accelerator}, {self.cores or 'all'} cores"
 
 
 class PeakMemory(Callback):
@@ -64,12 +77,12 @@ class PeakMemory(Callback):
         (self._folder / str(trainer.global_rank)).write_text(str(peak))
 
 
-def command(workload: Workload, folder: Path, accelerator: str, epochs: int) -> list[str]:
+def command(workload: Workload, folder: Path, accelerator: str, workers: int, epochs: int) -> list[str]:
     """Return the command of a workload."""
     batch = workload.rows * WORKERS
     settings = {
         "strategy": "ps",
-        "trainer.num_nodes": WORKERS,
+        "trainer.num_nodes": workers,
         "strategy.servers": SERVERS,
         "trainer.accelerator": accelerator,
         "data": "planted_sparse",
@@ -100,17 +113,15 @@ def command(workload: Workload, folder: Path, accelerator: str, epochs: int) -> 
     return [sys.executable, "-m", "gtrain", *(f"{key}={value}" for key, value in settings.items())]
 
 
-def steps_of_command(
-    name: str, workload: Workload, folder: Path, accelerator: str, cores: int | None, limit: float
-) -> dict[str, Any]:
+def steps_of_command(workload: Workload, folder: Path, run: Run, limit: float) -> dict[str, Any]:
     """Run the command, and return its seconds per step and what its processes took."""
     epochs = 3
     folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]])}
-    usable = sorted(os.sched_getaffinity(0))[:cores]
+    usable = sorted(os.sched_getaffinity(0))[: run.cores]
     start = time.perf_counter()
     subprocess.run(
-        command(workload, folder, accelerator, epochs),
+        command(workload, folder, run.accelerator, run.workers, epochs),
         check=True,
         cwd=folder,
         env=environment,
@@ -125,8 +136,7 @@ def steps_of_command(
     servers = [rank for rank in summary["ranks"] if rank["role"] != "worker"]
     steps = epochs * workload.steps
     return {
-        "reading": f"seconds per step, {name}",
-        "accelerator": accelerator,
+        "reading": f"seconds per step, {run}",
         "cores": len(usable),
         "seconds_per_step": min(summary["epoch_seconds"]) / workload.steps,
         "epoch_seconds": summary["epoch_seconds"],
@@ -210,39 +220,34 @@ def main() -> None:
     deadline = time.monotonic() + given.seconds
     workloads = SMALL if given.small else WORKLOADS
     accelerator = "gpu" if given.device == "cuda" else "cpu"
-    runs: list[tuple[str, str, int | None]] = [
-        ("bench", accelerator, None),
-        ("bench", "cpu", None),
-        ("deep", accelerator, None),
-        ("deep", "cpu", None),
-        ("bench", "cpu", 2),
-        ("deep", "cpu", 2),
-    ]
+    # Pairs of a command on the device and the same one on CPUs, then the CPUs alone.
+    pairs = [("bench", WORKERS), ("bench", 1), ("deep", 1)]
+    runs = [Run(name, kind, workers) for name, workers in pairs for kind in (accelerator, "cpu")]
+    seconds: dict[Run, float] = {}
     with tempfile.TemporaryDirectory(prefix="bench-ps-") as folder:
-        done: dict[tuple[str, str], float] = {}
-        for number, (name, kind, cores) in enumerate(runs):
-            if number == 4:  # before the slowest runs
+        for number, run in enumerate([*runs, Run("bench", "cpu", WORKERS, 2), Run("deep", "cpu", 1, 2)]):
+            if number == len(runs):
                 device = torch.device("cuda:0" if given.device == "cuda" else "cpu")
                 for workload in workloads.values():
                     for reading in fetched_rows(workload, device, 3 if given.small else 15):
                         print(json.dumps(reading), flush=True)
-            left, text = deadline - time.monotonic(), f"{name} on {kind}, {cores or 'all'} cores"
+            left = deadline - time.monotonic()
             try:
                 if left < 5:
                     raise TimeoutError
-                reading = steps_of_command(name, workloads[name], Path(folder, str(number)), kind, cores, left)
+                reading = steps_of_command(workloads[run.workload], Path(folder, str(number)), run, left)
             except subprocess.CalledProcessError as error:
-                print(json.dumps({"reading": f"failed: {text}", "error": error.stderr[-1500:]}), flush=True)
+                print(json.dumps({"reading": f"failed: {run}", "error": error.stderr[-1500:]}), flush=True)
                 continue
             except (TimeoutError, subprocess.TimeoutExpired):
-                print(json.dumps({"reading": f"no time for {text}"}), flush=True)
+                print(json.dumps({"reading": f"no time for {run}"}), flush=True)
                 continue
             print(json.dumps(reading), flush=True)
-            if number % 2 == 0 and cores is None:
-                done[name, "accelerator"] = reading["seconds_per_step"]
-            elif (name, "accelerator") in done:
-                ratio = done[name, "accelerator"] / reading["seconds_per_step"]
-                print(json.dumps({"reading": f"{accelerator} divided by {text}", "ratio": ratio}), flush=True)
+            seconds.setdefault(run, reading["seconds_per_step"])
+            other = runs[number - 1] if number < len(runs) else Run(run.workload, accelerator, run.workers)
+            if run.accelerator == "cpu" and (number % 2 or number >= len(runs)) and other in seconds:
+                ratio = seconds[other] / reading["seconds_per_step"]
+                print(json.dumps({"reading": f"{other} / {run}", "ratio": ratio}), flush=True)
 
 
 if __name__ == "__main__":
