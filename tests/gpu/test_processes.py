@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import REPO, gtrain, ok, run, show
+from forked import gtrain
+from helpers import REPO, ok, run, show
 
 BEFORE = {
     "gtrain first": "from gtrain import run_local\nimport torch_geometric",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers import gtrain, ok, summary
+from forked import gtrain
+from helpers import ok, summary
 
 GRAPH = ["data.num_nodes=600", "data.num_edges=4800", "model.dropout=0"]
 RANKS = [*GRAPH, "trainer.num_nodes=2"]

@@ -3,8 +3,8 @@
     python tests/benchmarks/gpu/bench_ps.py [--seconds 60] [--device cpu --small]
 
 Two servers, and two workers that share the GPU, or one; n = 2^20 features, Zipf ids, 72 nonzeros a row, row-wise
-Adagrad: the workload of ``tests/benchmarks/bench_ps.py``, with 1024 rows in a step and 52 columns; and a deep one of 4096
-rows, 2^17 features, 256 columns and eight layers. Each command runs as a user runs it; the fastest epoch counts.
+Adagrad: the workload of ``tests/benchmarks/bench_ps.py``, with 1024 rows in a step and 52 columns; and a deep one of
+4096 rows, 2^17 features, 256 columns and eight layers. Each command runs as a user runs it; the fastest epoch counts.
 ``cores`` are those that the command may use: all of them, or two.
 
 Prints one JSON object per reading; the last compare where the products of fetched rows are computed.
