@@ -20,7 +20,7 @@ from gtrain_pbg.device.batches import BatchShape, BatchTensors
 
 GATHERED = 4
 """Rows that a program gathers."""
-EDGES = 8
+EDGES = 4
 """Edges of a program of the backward pass of operators, sorted by relation."""
 SUMMED = 8
 """Positions of a row whose gradients a program reads at a time."""
@@ -61,8 +61,8 @@ def _transform(
         HALF: tl.constexpr = D // 2
         column = tl.arange(0, BLOCK)
         mask = column < HALF
-        real = _of_side(direction, tails + row, heads + row, column, mask)
-        imaginary = _of_side(direction, tails + row + HALF, heads + row + HALF, column, mask)
+        real = _of_side(direction, tails, heads, row + column, mask)
+        imaginary = _of_side(direction, tails, heads, row + HALF + column, mask)
         parameter = weights + (direction * 2 * relations + r) * HALF
         a = tl.load(parameter + column, mask=mask, other=0.0)
         b = tl.load(parameter + relations * HALF + column, mask=mask, other=0.0)
@@ -71,7 +71,7 @@ def _transform(
     else:
         column = tl.arange(0, BLOCK)
         mask = column < D
-        x = _of_side(direction, tails + row, heads + row, column, mask)
+        x = _of_side(direction, tails, heads, row + column, mask)
         if CODE != 0:
             v = tl.load(weights + (direction * relations + r) * D + column, mask=mask, other=0.0)
             if CODE == 1:
@@ -82,12 +82,12 @@ def _transform(
 
 
 @triton.jit
-def _of_side(direction, tails, heads, column, mask):
-    """Load a row of the given end: a head in direction 0, a tail in direction 1."""
+def _of_side(direction, tails, heads, source, mask):
+    """Load numbers of the given end's table: that of heads in direction 0, of tails in direction 1."""
     if direction == 0:
-        x = tl.load(heads + column, mask=mask, other=0.0)
+        x = tl.load(heads + source, mask=mask, other=0.0)
     else:
-        x = tl.load(tails + column, mask=mask, other=0.0)
+        x = tl.load(tails + source, mask=mask, other=0.0)
     return x
 
 
@@ -174,57 +174,51 @@ def _transform_backward(
     COUNT: tl.constexpr,
 ):  # fmt: skip
     direction = tl.program_id(0)
-    first = tl.program_id(1) * COUNT
     W: tl.constexpr = D // 2 if CODE == 3 else D
     column = tl.arange(0, BLOCK)
     inside = column < W
     dtype: tl.constexpr = by_end.dtype.element_ty
+    at = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+    exists = at < C * M
+    edge = tl.load(order + at, mask=exists, other=0)
+    r = tl.load(relation + edge).to(tl.int64)
+    row = tl.load(ids + ((1 - direction) * C + edge // M) * K + edge % M).to(tl.int64) * width
+    mask = exists[:, None] & inside[None, :]
+    memory = (direction * C * M + edge).to(tl.int64)[:, None] * D + column[None, :]
+    source = row[:, None] + column[None, :]
     of_direction = direction * (2 if CODE == 3 else 1) * relations
-    current = tl.load(relation + tl.load(order + first)).to(tl.int64)
-    by_a = tl.zeros([BLOCK], dtype=dtype)
-    by_b = tl.zeros([BLOCK], dtype=dtype)
-    for step in range(COUNT):
-        exists = first + step < C * M
-        edge = tl.load(order + first + step, mask=exists, other=0)
-        r = tl.load(relation + edge).to(tl.int64)
-        changed = exists & (r != current)
-        if CODE != 0:
-            # sums of edges of one relation leave the registers when the relation changes
-            target = gradients + (of_direction + current) * W + column
-            leaving = column < tl.where(changed, W, 0)
-            tl.atomic_add(target, by_a, mask=leaving)
-            by_a = tl.where(leaving, 0.0, by_a)
-            if CODE == 3:
-                tl.atomic_add(target + relations * W, by_b, mask=leaving)
-                by_b = tl.where(leaving, 0.0, by_b)
-            current = tl.where(changed, r, current)
-        mask = column < tl.where(exists, W, 0)
-        row = tl.load(ids + ((1 - direction) * C + edge // M) * K + edge % M).to(tl.int64) * width
-        memory = (direction * C * M + edge).to(tl.int64) * D
-        u = tl.load(by_query + memory + column, mask=mask, other=0.0).to(dtype)
-        parameter = weights + (of_direction + r) * W + column
-        if CODE == 3:
-            v = tl.load(by_query + memory + W + column, mask=mask, other=0.0).to(dtype)
-            a = tl.load(parameter, mask=mask, other=0.0)
-            b = tl.load(parameter + relations * W, mask=mask, other=0.0)
-            x1 = _of_side(direction, tails + row, heads + row, column, mask)
-            x2 = _of_side(direction, tails + row + W, heads + row + W, column, mask)
-            tl.store(by_end + memory + column, u * a + v * b, mask=mask)
-            tl.store(by_end + memory + W + column, v * a - u * b, mask=mask)
-            by_a += u * x1 + v * x2
-            by_b += v * x1 - u * x2
-        elif CODE == 2:
-            a = tl.load(parameter, mask=mask, other=0.0)
-            tl.store(by_end + memory + column, u * a, mask=mask)
-            by_a += u * _of_side(direction, tails + row, heads + row, column, mask)
-        else:
-            tl.store(by_end + memory + column, u, mask=mask)
-            by_a += u
+    parameter = (of_direction + r)[:, None] * W + column[None, :]
+    u = tl.load(by_query + memory, mask=mask, other=0.0).to(dtype)
+    if CODE == 3:
+        v = tl.load(by_query + memory + W, mask=mask, other=0.0).to(dtype)
+        a = tl.load(weights + parameter, mask=mask, other=0.0)
+        b = tl.load(weights + parameter + relations * W, mask=mask, other=0.0)
+        x1 = _of_side(direction, tails, heads, source, mask)
+        x2 = _of_side(direction, tails, heads, source + W, mask)
+        tl.store(by_end + memory, u * a + v * b, mask=mask)
+        tl.store(by_end + memory + W, v * a - u * b, mask=mask)
+        by_a = u * x1 + v * x2
+        by_b = v * x1 - u * x2
+    elif CODE == 2:
+        a = tl.load(weights + parameter, mask=mask, other=0.0)
+        tl.store(by_end + memory, u * a, mask=mask)
+        by_a = u * _of_side(direction, tails, heads, source, mask)
+    else:
+        tl.store(by_end + memory, u, mask=mask)
+        by_a = u
     if CODE != 0:
-        target = gradients + (of_direction + current) * W + column
-        tl.atomic_add(target, by_a, mask=inside)
-        if CODE == 3:
-            tl.atomic_add(target + relations * W, by_b, mask=inside)
+        lowest = tl.min(tl.where(exists, r, relations), 0)
+        highest = tl.max(tl.where(exists, r, -1), 0)
+        if lowest == highest:
+            # edges of one relation are added up first
+            target = gradients + (of_direction + lowest) * W + column
+            tl.atomic_add(target, tl.sum(by_a, 0), mask=inside)
+            if CODE == 3:
+                tl.atomic_add(target + relations * W, tl.sum(by_b, 0), mask=inside)
+        else:
+            tl.atomic_add(gradients + parameter, by_a, mask=mask)
+            if CODE == 3:
+                tl.atomic_add(gradients + parameter + relations * W, by_b, mask=mask)
 
 
 def transform_backward(

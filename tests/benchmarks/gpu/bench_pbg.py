@@ -116,7 +116,7 @@ def main() -> None:
         peer = None if arguments.no_peer else bench.start_peer(arguments.small)
         epochs = 2 if arguments.small else arguments.epochs
         first = attempt("gpu float32", lambda: bench.train("float32", 1, epochs, scores=False))
-        products = attempt("step float32", lambda: bench.step("float32"))
+        bench.share(first, attempt("step float32", lambda: bench.step("float32")))
         rest: list[tuple[str, Callable[[], Any]]] = [
             ("gpu bfloat16", lambda: bench.train("bfloat16", 1, epochs, scores=False)),
             ("gpu float32, 2 epochs, test", lambda: bench.train("float32", 1, 2, scores=True)),
@@ -125,12 +125,14 @@ def main() -> None:
             ("step bfloat16", lambda: bench.step("bfloat16")),
             ("gpu bfloat16, 2 epochs, test", lambda: bench.train("bfloat16", 1, 2, scores=True)),
         ]
-        for number, (reading, measure) in enumerate(rest):
-            if number == 2 and peer is not None:
-                bench.compare(peer, left(), first, products)
+        for reading, measure in rest:
+            if peer is not None and peer.poll() is not None:
+                bench.compare(peer, left(), first)
                 peer = None
-            if left() > 6 or arguments.small:
+            if left() > 10 or arguments.small:
                 attempt(reading, measure)
+        if peer is not None:
+            bench.compare(peer, left(), first)
 
 
 def attempt(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -349,9 +351,7 @@ class Bench:
             command, env=environment, cwd=self._folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
-    def compare(
-        self, peer: subprocess.Popen[str], seconds: float, first: dict[str, Any], products: dict[str, Any]
-    ) -> None:
+    def compare(self, peer: subprocess.Popen[str], seconds: float, first: dict[str, Any]) -> None:
         """Print the peer's reading, and how the GPU's compares."""
         try:
             output, _ = peer.communicate(timeout=max(5.0, seconds - 5))
@@ -370,6 +370,9 @@ class Bench:
         else:
             reading["error"] = output[-600:]
         say(**reading)
+
+    def share(self, first: dict[str, Any], products: dict[str, Any]) -> None:
+        """Print the share of the products in an epoch."""
         if "products_us" in products and "seconds_per_epoch" in first:
             batches = -(-self.edges // self.load.batch)
             alone = products["products_us"] * batches / 1e6

@@ -53,3 +53,48 @@ def test_triton_kernels_compute_what_torch_does(tmp_path: Path) -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO / "tests")}
     done = run([sys.executable, str(program)], cwd=tmp_path, env=env)
     assert ok(done).stdout.strip().endswith("equal")
+
+
+COMPILES = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gtrain_pbg.device import triton_kernels as kernels
+
+INTEGERS = {"ids", "relation", "order", "starts", "distinct", "edges"}
+NUMBERS = {"table", "tails", "heads", "weights", "gradients", "by_end", "weight", "lost", "value", "state", "rule"}
+
+def compile_(kernel, full, low, **constants):
+    types = {name: "*i32" for name in INTEGERS} | {name: full for name in NUMBERS}
+    types |= {name: low for name in ("result", "by_query", "scores", "by_row")}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    values = {(number,): constants[name] for number, name in enumerate(kernel.arg_names) if name in constants}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+done = 0
+for full, low in (("*fp32", "*fp32"), ("*fp32", "*bf16"), ("*fp64", "*fp64")):
+    size = {"BLOCK": 512}
+    texts = [compile_(kernels._gather, full, low, ROWS=4, **size)]
+    for code in (0, 2, 3):
+        operator = {"D": 400, "CODE": code, "BLOCK": 256 if code == 3 else 512}
+        texts.append(compile_(kernels._transform, full, low, **operator))
+        texts.append(compile_(kernels._transform_backward, full, low, COUNT=4, **operator))
+    texts += [compile_(kernels._loss, full, low, margin=0.1, LOSS=loss, BLOCK=2048) for loss in range(3)]
+    texts += [compile_(kernels._update_relations, full, low, RULE=rule, **size) for rule in range(3)]
+    texts += [compile_(kernels._update_rows, full, low, HAS_ENDS=ends, RULE=2, COUNT=8, **size) for ends in (0, 1)]
+    assert all(".target sm_90" in text for text in texts)
+    done += len(texts)
+print("compiled", done)
+"""
+
+
+@pytest.mark.slow
+def test_triton_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    """The interpreter does not check types; the compiler does, for any target."""
+    pytest.importorskip("triton", reason="Triton is not installed: torch for CPUs does not bring it")
+    program = tmp_path / "program.py"
+    program.write_text(COMPILES)
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = run([sys.executable, str(program)], cwd=tmp_path, env=env)
+    assert ok(done).stdout.strip().endswith("compiled 45")
