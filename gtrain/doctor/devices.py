@@ -6,6 +6,8 @@ import ctypes
 import importlib
 from typing import Any
 
+from gtrain.kernels.available import triton_lacks
+
 _DRIVER = "libcuda.so.1"
 _BFLOAT16 = (8, 0)
 """Least compute capability with matrix products in bfloat16."""
@@ -67,11 +69,13 @@ def triton_facts(devices: int) -> dict[str, Any]:
 
     Raises:
         ImportError: Triton is not installed, or cannot be imported.
-        RuntimeError: a kernel returned a wrong result.
+        RuntimeError: Triton lacks something here, or a kernel returned a wrong result.
     """
     triton = importlib.import_module("triton")
     compiled = 0
     if devices:
+        if (lacking := triton_lacks()) is not None:
+            raise RuntimeError(lacking)
         kernel = importlib.import_module("gtrain.doctor.device_kernel")
         for number in range(devices):
             kernel.check(number)

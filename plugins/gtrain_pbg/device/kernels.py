@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gtrain.kernels.available import has_triton
 from gtrain_pbg.device.batches import BatchShape, BatchTensors
 
 MOST_COLUMNS = 16_384
@@ -38,7 +39,7 @@ RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2}
 def triton_for(tensor: Tensor) -> ModuleType | None:
     """Return the module of the Triton kernels if they run on this tensor's device; else None."""
     # The interpreter runs them on a CPU, for tests.
-    if tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+    if (tensor.is_cuda and has_triton()) or os.environ.get("TRITON_INTERPRET") == "1":
         from gtrain_pbg.device import triton_kernels
 
         return triton_kernels
