@@ -105,7 +105,7 @@ class Device:
             log.warning("%d MB of host memory could not be pinned (CUDA error %d): partitions are copied more slowly, "
                         "and not while the GPU computes", (end - begin) >> 20, code)  # fmt: skip
 
-    def captured(self, work: Callable[[], None]) -> Callable[[], None]:
+    def captured(self, work: Callable[[], Any]) -> Callable[[], None]:
         """Capture work in a CUDA graph and return a function that replays it; it has run once before.
 
         All graphs share one pool of memory: they are replayed one after the other.

@@ -265,8 +265,11 @@ class Bench:
         ends, shape = Ends(0, self.entities, self.entities), shape_of(recipe.groups[0], load.batch)
         piece = BatchPreparation(recipe.groups[0], torch.float32, device)([edges], shape, ends, ends)
         device.prepare.synchronize()
+        device.compute.follow()
         batch, values, operators = piece.tensors.batch(0), (table.value, table.value), common.operators[0]
-        step(batch, shape, (ends, ends), piece.relations[0])
+        with device.compute():
+            step(batch, shape, (ends, ends), piece.relations[0])
+        device.compute.synchronize()
         buffers = step.buffers(shape)
         rows, queries, scores = (t.flatten(0, 1) for t in (buffers.rows, buffers.queries, buffers.scores))
         scores = scores[..., : shape.columns]
@@ -313,7 +316,7 @@ class Bench:
         readings = []
         with self.device.compute():
             work()
-            replay = self.device.captured(lambda: work() and None)
+            replay = self.device.captured(work)
             for _ in range(10):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
