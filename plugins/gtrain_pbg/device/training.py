@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,9 @@ PIECE = 16
 FIRST = 2
 """Batches of the first piece, for a device that is idle."""
 PIECES = 4
-"""Pieces that are prepared and not yet trained, at the most."""
+"""Pieces that are launched and not yet trained, at the most."""
+AHEAD = 2
+"""Pieces that are being prepared, at the most."""
 UNREAD = 2
 """Calls of :meth:`DeviceTraining.train` whose losses are not read yet, at the most."""
 
@@ -73,6 +76,7 @@ class DeviceTraining(BucketTraining):
         self._pieces: deque[Piece] = deque()
         self._unread: deque[tuple[list[Tensor], Event, float, Bucket]] = deque()
         self._numbers: dict[str, tuple[UpdateRule, DeviceRule]] = {}
+        self._preparing = ThreadPoolExecutor(1, "gtrain-pbg-batches")
         super().__init__(module, recipe, rules, shared, tables, matmul)
 
     def use(self, matmul: str) -> None:
@@ -146,25 +150,50 @@ class DeviceTraining(BucketTraining):
         self._on_device.begin(scheduled)
         with self._device.compute():
             self._update_rules()
-        weight = 0.0
         while self._pieces and _happened(self._pieces[0].done):
             self._pieces.popleft()
         # An idle device begins with few batches, so that it waits for few.
-        for number, shape, run in self._runs(batches, FIRST if not self._pieces else PIECE):
-            ends = heads, tails = self._ends(number, scheduled)
-            while len(self._pieces) >= PIECES:
-                _wait(self._pieces.popleft().done)
-            local = [self._localized(number, edges, scheduled) for edges in run]
-            piece = self._prepare[number](local, shape, heads, tails)
-            weight += piece.weight
-            self._device.compute.wait(piece.ready)
-            with self._device.compute():
-                for batch in range(piece.batches):
-                    self._step(number, piece, batch, (ends[1], ends[0]))
-                piece.done = self._device.compute.record()
-            self._pieces.append(piece)
+        runs = self._runs(batches, FIRST if not self._pieces else PIECE)
+        ahead: deque[tuple[int, tuple[Ends, Ends], Future[Piece]]] = deque()
+        weight = 0.0
+        while True:
+            while len(ahead) < AHEAD and (run := next(runs, None)) is not None:
+                number, shape, edges = run
+                ends = self._ends(number, scheduled)
+                # One thread draws all negatives, so that their order is that of the batches.
+                piece = self._preparing.submit(self._prepared, number, shape, edges, scheduled, ends)
+                ahead.append((number, ends, piece))
+            if not ahead:
+                break
+            number, ends, piece = ahead.popleft()
+            weight += self._launch(number, piece.result(), ends)
         self._on_device.trained(scheduled)
         return weight
+
+    def _prepared(
+        self,
+        number: int,
+        shape: BatchShape,
+        run: list[EdgeList],
+        scheduled: ScheduledBucket,
+        ends: tuple[Ends, Ends],
+    ) -> Piece:
+        """Prepare batches of one group and one shape."""
+        local = [self._localized(number, edges, scheduled) for edges in run]
+        return self._prepare[number](local, shape, *ends)
+
+    def _launch(self, number: int, piece: Piece, ends: tuple[Ends, Ends]) -> float:
+        """Launch the steps of prepared batches; return the sum of their weights."""
+        heads, tails = ends
+        self._device.compute.wait(piece.ready)
+        with self._device.compute():
+            for batch in range(piece.batches):
+                self._step(number, piece, batch, (tails, heads))
+            piece.done = self._device.compute.record()
+        self._pieces.append(piece)
+        while len(self._pieces) > PIECES:
+            _wait(self._pieces.popleft().done)
+        return piece.weight
 
     def _runs(self, batches: list[EdgeList], first: int) -> Iterator[tuple[int, BatchShape, list[EdgeList]]]:
         def key(edges: EdgeList) -> tuple[int, BatchShape]:
