@@ -523,8 +523,7 @@ class GraphStrategy(ParallelStrategy):
         if output is None or self.world_size == 1 or not self.lockstep:
             return output
         loss = output["loss"] if isinstance(output, Mapping) else output
-        share = self.loss_share(output, args[0])
-        scaled = loss * share if share > 0 else torch.nan_to_num(loss) * 0.0  # the mean over no seeds may be NaN
+        scaled = _scaled(loss, self.loss_share(output, args[0]))
         return {**output, "loss": scaled} if isinstance(output, Mapping) else scaled
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -532,8 +531,10 @@ class GraphStrategy(ParallelStrategy):
             self._exact.end_step()
         return super().validation_step(*args, **kwargs)
 
-    def loss_share(self, output: Any, batch: Any) -> float:
+    def loss_share(self, output: Any, batch: Any) -> float | Tensor:
         """Return this rank's share of a step's loss, 0 to 1: its weight divided by the sum of all ranks' weights.
+
+        It may be a tensor on the device of the loss, so that the host does not wait for it.
 
         Args:
             output: result of the module's ``training_step``.
@@ -684,3 +685,10 @@ class GraphStrategy(ParallelStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
             checkpoints.remove(str(filepath) if is_address(filepath) else Path(filepath))
+
+
+def _scaled(loss: Tensor, share: float | Tensor) -> Tensor:
+    """Return a loss times a rank's share; 0 if that is 0, because the mean over no seeds may be NaN."""
+    if isinstance(share, Tensor):
+        return torch.where(share > 0, loss, torch.zeros_like(loss)) * share.to(loss.dtype)
+    return loss * share if share > 0 else torch.nan_to_num(loss) * 0.0

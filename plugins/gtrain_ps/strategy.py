@@ -57,7 +57,7 @@ class PsStrategy(RestartingStrategy):
         super().__init__(*values, **settings)
         self.served_tables: dict[str, ServerTableStorage] = {}
         self._deferred: set[str] = set()  # tables that never have all their rows in a worker
-        self._weight = (1.0, 1.0)
+        self._weight: tuple[float | Tensor, float] = (1.0, 1.0)  # of a batch, and the divisor of its loss
         self._engine = LocalEngine(constant=True)
         self._local: list[Parameter] | None = None
         self._batches: WorkerBatches | None = None
@@ -229,16 +229,19 @@ class PsStrategy(RestartingStrategy):
 
     # ---------------------------------------------------------------------------------------------------- steps
 
-    def loss_share(self, output: Any, batch: Any) -> float:
+    def loss_share(self, output: Any, batch: Any) -> float | Tensor:
         """Local estimate of this rank's share; servers rescale by the global weight."""
         if self.settings.rest == "allreduce":
             share = super().loss_share(output, batch)
-            self._weight = share, 1.0
+            self._weight = float(share), 1.0
             return share
-        weight = output.get("weight") if isinstance(output, dict) else None
-        weight = float(batch.seeds.numel() if weight is None else weight)
-        self._weight = weight, float(batch.step_rows)
-        return weight / self._weight[1]
+        weight, rows = output.get("weight") if isinstance(output, dict) else None, float(batch.step_rows)
+        if isinstance(weight, Tensor) and weight.device.type != "cpu":
+            there = weight.detach().double()
+            self._weight = self.worker_device.to_host(there), rows
+            return there / rows
+        self._weight = float(batch.seeds.numel() if weight is None else weight), rows
+        return self._weight[0] / rows
 
     def sum_gradients(self) -> None:
         """Send the step to the servers, and receive the sum of the other layers' gradients."""
@@ -257,7 +260,8 @@ class PsStrategy(RestartingStrategy):
         return self._local
 
     def _send_step(self, rest: Tensor | None) -> None:
-        weight = self._weight if self.world_size > 1 else (1.0, 1.0)
+        self.worker_device.synchronize()
+        weight = (float(self._weight[0]), self._weight[1]) if self.world_size > 1 else (1.0, 1.0)
         replay = None if self._progress is None else self._progress.finish_step()
         rules = rules_of(self._anchors, self.optimizers)
         requests = send_step(self._connected(), self.served_tables.values(), rules, weight, rest, replay)
