@@ -11,6 +11,7 @@ import sysconfig
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
+_INCLUDE = ("CPATH", "C_INCLUDE_PATH")  # further folders in which C compilers search headers
 
 
 @functools.cache
@@ -34,6 +35,7 @@ def triton_lacks() -> str | None:
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton needs a C compiler, and neither gcc nor clang is installed"
     headers = Path(sysconfig.get_paths()["include"])
-    if not (headers / "Python.h").exists():
+    searched = [headers, *(Path(path) for name in _INCLUDE for path in os.environ.get(name, "").split(":") if path)]
+    if not any((folder / "Python.h").exists() for folder in searched):
         return f"Triton needs the headers of Python, which {headers} does not have (on Debian: python3-dev)"
     return None

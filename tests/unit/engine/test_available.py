@@ -50,3 +50,12 @@ def test_the_user_names_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setenv("CC", "mycc")
     assert available.triton_lacks() is None
+
+
+@pytest.mark.parametrize("name", ["CPATH", "C_INCLUDE_PATH"])
+def test_headers_may_be_elsewhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "Python.h").unlink()
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "Python.h").touch()
+    monkeypatch.setenv(name, f":{tmp_path / 'more'}")
+    assert available.triton_lacks() is None
