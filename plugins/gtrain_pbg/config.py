@@ -260,7 +260,7 @@ def check_device(workers: int, settings: PBGConfig, model: ModelRecipe) -> None:
         )
     if any(bags is not None for group in model.groups for bags in group.bags):
         raise ConfigError(
-            "an entity type has features (data.entities.<type>.features), and trainer.accelerator=gpu was set; "
+            "an entity type has features (data.entities.<type>.featurized), and trainer.accelerator=gpu was set; "
             "strategy=pbg trains embeddings that are means of features' rows on CPUs.",
             hint="set trainer.accelerator=cpu.",
         )

@@ -44,6 +44,7 @@ class CommonTensors:
         exchanging: held while the host's tensors are exchanged with other machines; None: this machine alone trains.
 
     Attributes:
+        changed: whether the device's tensors were trained since the host's were brought up to date.
         operators: by group, parameters of both directions in one tensor, where the fused step trains the group.
         tensors: the device's tensors by name.
     """
@@ -59,6 +60,7 @@ class CommonTensors:
         self._dtype = dtype
         self._device, self._host, self._exchanging = device, host, exchanging
         self._last: dict[str, Tensor] = {}  # the host's values that the device's started from, on several machines
+        self.changed = False
         self.tensors: dict[str, Tensor] = {}
         self.operators: dict[int, PackedOperators] = {}
         for number, group in enumerate(recipe.groups):
@@ -87,6 +89,7 @@ class CommonTensors:
 
     def load(self) -> None:
         """Overwrite the device's tensors by the host's."""
+        self.changed = False
         self._device.compute.follow()
         with self._device.compute():
             for name, tensor in self.tensors.items():
@@ -97,8 +100,11 @@ class CommonTensors:
 
     def save(self) -> None:
         """Bring the host up to date: overwrite it, or on several machines exchange changes with it."""
+        was_changed, self.changed = self.changed, False
         if self._exchanging is not None:
             self._exchange(self._exchanging)
+            return
+        if not was_changed:
             return
         with self._device.compute():
             for name, tensor in self.tensors.items():
@@ -249,6 +255,7 @@ class DeviceTables:
         """Mark a bucket's partitions as changed by all work that was launched so far."""
         with self._lock:
             used = self._device.compute.record()
+            self.common.changed = True
             for partition in scheduled.bucket:
                 slot = self._slot[self._in[partition]]
                 slot.used, slot.changed = used, True
@@ -327,11 +334,14 @@ class DeviceTables:
                 self._prefetch(partition)
 
     def flush(self) -> None:
-        """Write all changed partitions back to the host."""
+        """Write all changed partitions back to the host, and the tables that are not partitioned."""
         with self._lock:
             for number, slot in self._slot.items():
                 self._save(slot, number)
             self._device.save.synchronize()
+        # Tables that are not partitioned are read too.
+        if self.common.changed:
+            self.common.save()
 
     def reset(self) -> None:
         """Forget what is on the device: the host's slots have other contents."""

@@ -60,6 +60,9 @@ def same(ours: dict[str, Any], theirs: dict[str, Any], near: float) -> None:
     )
 
 
+TYPES = ["data.num_types=3", "data.num_entities=240", "data.num_positions=16", "data.num_relations=6",
+         "data.entities={type_1:{num_partitions:1}}", "strategy.num_partitions=3", "strategy.device_partitions=2",
+         "trainer.precision=64-true"]  # fmt: skip
 SWAPPED = ["strategy.num_partitions=4", "strategy.device_partitions=2"]
 
 
@@ -68,6 +71,8 @@ SWAPPED = ["strategy.num_partitions=4", "strategy.device_partitions=2"]
     [
         ["trainer.precision=64-true"],
         [*SWAPPED, "trainer.precision=64-true"],
+        TYPES,
+        pytest.param([*TYPES, "model.bias=true", "model.global_emb=true"], marks=pytest.mark.slow),
         pytest.param(["model.reciprocal=false", "model.operator=affine", *SWAPPED], marks=pytest.mark.slow),
         pytest.param(["model.comparator=cos", "model.bias=true", "model.loss=logistic"], marks=pytest.mark.slow),
         pytest.param(
@@ -75,7 +80,7 @@ SWAPPED = ["strategy.num_partitions=4", "strategy.device_partitions=2"]
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["one partition", "swapped", "static", "plain", "in files, held out"],
+    ids=["one partition", "swapped", "types", "types, plain", "static", "plain", "in files, held out"],
 )
 def test_a_device_trains_what_a_cpu_does(settings: list[str], tmp_path: Path) -> None:
     near = 1e-10 if "trainer.precision=64-true" in settings else 1e-5

@@ -211,7 +211,7 @@ def test_what_a_gpu_does_not_serve_is_refused_by_its_setting() -> None:
         check_device(1, PBGConfig(matmul="int8"), recipe)
     bags = Csr(torch.zeros(0, dtype=torch.int64), None, torch.zeros(NODES + 1, dtype=torch.int64))
     featurized = replace(recipe, groups=(replace(recipe.groups[0], bags=(bags, None)),))
-    with pytest.raises(ConfigError, match="data.entities.<type>.features"):
+    with pytest.raises(ConfigError, match="data.entities.<type>.featurized"):
         check_device(1, PBGConfig(), featurized)
     with pytest.raises(ConfigError, match="strategy.device_partitions=1 was set"):
         PBGConfig(num_partitions=4, device_partitions=1)
