@@ -47,7 +47,7 @@ class Workload:
     features: int = FEATURES
 
 
-WORKLOADS = {"bench": Workload(512, 52, 2, 60), "deep": Workload(2048, 256, 8, 16, 1 << 17)}
+WORKLOADS = {"bench": Workload(512, 52, 2, 30), "deep": Workload(2048, 256, 8, 8, 1 << 17)}
 SMALL = {"bench": Workload(64, 8, 2, 6, 1 << 12), "deep": Workload(64, 32, 4, 6, 1 << 12)}
 
 
@@ -115,7 +115,7 @@ def command(workload: Workload, folder: Path, accelerator: str, workers: int, ep
 
 def steps_of_command(workload: Workload, folder: Path, run: Run, limit: float) -> dict[str, Any]:
     """Run the command, and return its seconds per step and what its processes took."""
-    epochs = 3
+    epochs = 4
     folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]])}
     usable = sorted(os.sched_getaffinity(0))[: run.cores]
