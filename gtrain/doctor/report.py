@@ -373,8 +373,8 @@ def _devices(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
         yield Finding(
             f"Triton cannot be used: {facts['triton']['error']}. On GPUs, layers run as many operations of torch, "
             "which is slow.",
-            "install what is missing: triton in the release that this torch needs, a C compiler, or the headers of Python "
-            "(on Debian: apt install gcc python3-dev).",
+            "install what is missing: triton in the release that this torch needs, a C compiler, or the headers of "
+            "Python (on Debian: apt install gcc python3-dev).",
         )
     if facts["open_files"]["limit"] < 1024:
         yield Finding(f"a process may open {facts['open_files']['limit']} files.", "ulimit -n 65536.")
