@@ -80,8 +80,7 @@ class PsStrategy(RestartingStrategy):
         else:
             batch = hetero_batch(whole, store, self.dtype)
         constants = [value for stored in batch.stores for value in stored.values()]
-        self.worker_device.add_constants(constants)
-        self._engine.add_constants(self.worker_device.constant(value) for value in constants)
+        self.worker_device.add_constants(constants, self._engine.add_constants)
         return WholeGraph(batch)
 
     def batches(self, shard: BatchSource, loader: SeedLoader) -> Iterable[Data | HeteroData]:

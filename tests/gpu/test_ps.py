@@ -100,11 +100,13 @@ def test_a_batch_that_is_copied_ahead_keeps_sparse_rows_on_the_host() -> None:
     device = WorkerDevice(torch.device("cuda:0"))
     y, constant = torch.arange(1000), torch.arange(5000)
     batch = Data(x=Csr(torch.arange(3), None, torch.tensor([0, 3])), y=y.clone(), n_id=constant)
-    device.add_constants([constant])
+    copies: list[torch.Tensor] = []
+    device.add_constants([constant], copies.extend)
     device.copy_ahead(batch)
     moved = device.batch(batch)
     assert moved.x.ids.device.type == "cpu" and moved.y.device.type == "cuda" and torch.equal(moved.y.cpu(), y)
-    assert moved.n_id is device.constant(constant) and device.ids_on_host(moved.n_id) is constant
+    assert moved.n_id is copies[0] and device.batch(batch).n_id is copies[0] and len(copies) == 1
+    assert device.ids_on_host(moved.n_id) is constant
 
 
 def test_adam_is_one_kernel_on_a_gpu() -> None:

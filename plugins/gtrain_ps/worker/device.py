@@ -9,7 +9,7 @@ to run beside.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +35,7 @@ class WorkerDevice:
         # host tensor and copy on the device, None before its first use; by the identity of each
         self._constants: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._hosts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._on_copy: Callable[[Iterable[Tensor]], None] = lambda tensors: None
 
     # ------------------------------------------------------------------------------------------------ messages
 
@@ -89,14 +90,18 @@ class WorkerDevice:
 
     # ------------------------------------------------------------------------------------------------ batches
 
-    def add_constants(self, tensors: Iterable[Any]) -> None:
-        """Declare host tensors of many batches, which are copied to the device once, when a batch first has them."""
-        if not self.is_host:
-            self._constants |= {id(tensor): (tensor, None) for tensor in tensors if _moves(tensor)}
+    def add_constants(self, tensors: Sequence[Any], on_copy: Callable[[Iterable[Tensor]], None]) -> None:
+        """Declare host tensors of many batches, which are copied to the device once, when a batch first has them.
 
-    def constant(self, value: Any) -> Any:
-        """Return what batches on the device have in place of a host tensor of :meth:`add_constants`."""
-        return self._moved(value, False) if id(value) in self._constants else value
+        Args:
+            tensors: the tensors; other values are ignored.
+            on_copy: called with the tensors as batches on the device have them.
+        """
+        if self.is_host:
+            on_copy(tensors)
+            return
+        self._constants |= {id(tensor): (tensor, None) for tensor in tensors if _moves(tensor)}
+        self._on_copy = on_copy
 
     def copy_ahead(self, batch: B) -> None:
         """Start to copy the tensors of a batch, in place, while the device computes; any thread may call this."""
@@ -140,6 +145,7 @@ class WorkerDevice:
             there = host.to(self.device)
             self._constants[id(host)] = host, there
             self._hosts[id(there)] = there, host
+            self._on_copy([there])
         return there
 
 

@@ -65,7 +65,7 @@ def test_a_batch_is_copied_beside_the_step_and_awaited_before_it_is_used(
     constant, y = torch.arange(7), torch.arange(3)
     rows = Csr(torch.arange(4), None, torch.tensor([0, 1, 2, 4]))
     sparse = torch.eye(3).to_sparse_csr()
-    device.add_constants([constant])
+    device.add_constants([constant], lambda tensors: None)
     batch = Data(x=rows, y=y, n_id=constant, sparse=sparse, step_rows=3)
     device.copy_ahead(batch)
     (_, side), (_, event, of), _ = calls
@@ -121,8 +121,9 @@ def test_gradients_of_the_other_layers_are_the_same_by_both_ways(device: WorkerD
 
 def test_a_host_copies_nothing(calls: list[Any]) -> None:
     batch, tensor = Data(y=torch.arange(3)), torch.ones(2)
-    HOST.add_constants([tensor])
+    declared: list[Any] = []
+    HOST.add_constants([tensor, 3], declared.extend)
     HOST.copy_ahead(batch)
     HOST.synchronize()
     assert HOST.batch(batch) is batch and HOST.to_device(tensor) is tensor is HOST.to_host(tensor)
-    assert HOST.constant(tensor) is tensor and HOST.ids_on_host(tensor) is not None and calls == []
+    assert declared == [tensor, 3] and calls == []
