@@ -298,6 +298,8 @@ class PBGStrategy(GraphStrategy):
         if isinstance(self._training, DeviceTraining) and self._worker is not None:
             self._training.release()
         self._worker = None
+        if self._device is not None:
+            self._device.unregister()
         self._installed.common = self._device = None
 
     # ------------------------------------------------------------------------------------------ batches

@@ -68,6 +68,7 @@ class Device:
         self.name, self.is_cuda = name, name.type == "cuda"
         self.graphs = graphs and self.is_cuda
         self._pool: Any = None
+        self._registered: int | None = None
         streams = [torch.cuda.Stream(name) if self.is_cuda else None for _ in range(4)]
         self.compute, self.prepare, self.load, self.save = map(Lane, streams)
 
@@ -91,7 +92,11 @@ class Device:
         return int(torch.cuda.mem_get_info(self.name)[0]) + reserved
 
     def register(self, tensors: Iterable[Tensor]) -> None:
-        """Pin memory that processes share, so that copies of it are asynchronous; the tensors are in one mapping."""
+        """Pin memory that processes share, so that copies of it are asynchronous, until :meth:`unregister`.
+
+        Args:
+            tensors: in one mapping.
+        """
         parts = [tensor for tensor in tensors if tensor.nbytes]
         if not self.is_cuda or not parts:
             return
@@ -102,8 +107,17 @@ class Device:
         if code:
             with suppress(RuntimeError):  # the next kernel reports the error again, and clears it
                 torch.zeros(1, device=self.name).add_(1)
+        else:
+            self._registered = begin
             log.warning("%d MB of host memory could not be pinned (CUDA error %d): partitions are copied more slowly, "
                         "and not while the GPU computes", (end - begin) >> 20, code)  # fmt: skip
+
+    def unregister(self) -> None:
+        """Unpin what :meth:`register` pinned: the memory may be unmapped, and its addresses used again."""
+        if self._registered is not None:
+            torch.cuda.synchronize(self.name)
+            torch.cuda.cudart().cudaHostUnregister(self._registered)
+            self._registered = None
 
     def captured(self, work: Callable[[], Any]) -> Callable[[], None]:
         """Capture work in a CUDA graph and return a function that replays it; it has run once before.

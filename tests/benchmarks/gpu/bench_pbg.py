@@ -6,9 +6,11 @@ FB15k-237 (272,115 triples for training) from ``FOLDER/kg/FB15k-237.tar.gz``, or
 400, batches of 1,000 edges in chunks of 50 with 1,000 uniform negatives per side (PyTorch-BigGraph's defaults and its
 number for FB15k), complex_diagonal, reciprocal relations, softmax, dot, row-wise Adagrad, learning rate 0.1, seed 0.
 
-The peer is ``gtrain strategy=pbg strategy.matmul=float32 trainer.devices=2`` under ``taskset -c 0,1``: two workers of
-one thread, the fastest form on two cores. It runs while the GPU is measured, whose process leaves these two cores; its
-second epoch counts. An epoch of the GPU is what a callback of Lightning measures between the hooks of its start and its
+The peer is the CPU's step (``strategy.matmul=float32``) in two processes of one thread, each on a core of its own, with
+tables of their own, so that they do not wait for each other: their edges per second, of some batches after the first,
+give the seconds of an epoch. They run while the GPU is measured, whose process leaves these two cores. With ``--seconds
+120`` or more, ``gtrain strategy=pbg trainer.devices=2`` under ``taskset`` follows: its second epoch, and its test MRR
+after two epochs. An epoch of the GPU is what a callback of Lightning measures between the hooks of its start and its
 end, the median of all but the first. ``products`` are the three batched products of a batch in a CUDA graph, of the
 shapes that a step has, ``step`` is the whole step in a graph. Prints one JSON object per reading.
 """
@@ -45,8 +47,9 @@ from gtrain_pbg.device.tables import CommonTensors
 from gtrain_pbg.edges import EdgeList
 from gtrain_pbg.strategy import PBGStrategy
 
-PEER_CORES = (0, 1)
 RATE = 0.1
+CORE_BATCHES = 14
+"""Batches that a core trains; the first two are not counted."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,12 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="a small graph, and few epochs")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--no-peer", action="store_true", help="without the CPU's reading")
+    parser.add_argument("--no-peer", action="store_true", help="without the CPU's readings")
+    parser.add_argument("--step-on-core", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.step_on_core is not None:
+        step_on_core(arguments.step_on_core, SMALL if arguments.small else Workload())
+        return
     began = time.monotonic()
 
     def left() -> float:
@@ -113,10 +120,13 @@ def main() -> None:
         if not bench.device.is_cuda:
             # The code for GPUs on CPU tensors.
             PBGStrategy.make_device = lambda self: Device(torch.device("cpu"))  # type: ignore[method-assign]
-        peer = None if arguments.no_peer else bench.start_peer(arguments.small)
+        cores = [] if arguments.no_peer else bench.start_cores(arguments.small)
         epochs = 2 if arguments.small else arguments.epochs
         first = attempt("gpu float32", lambda: bench.train("float32", 1, epochs, scores=False))
         bench.share(first, attempt("step float32", lambda: bench.step("float32")))
+        if cores and arguments.seconds < 45:
+            bench.compare_cores(cores, first, left())
+            cores = []
         rest: list[tuple[str, Callable[[], Any]]] = [
             ("gpu bfloat16", lambda: bench.train("bfloat16", 1, epochs, scores=False)),
             ("gpu float32, 2 epochs, test", lambda: bench.train("float32", 1, 2, scores=True)),
@@ -126,13 +136,46 @@ def main() -> None:
             ("gpu bfloat16, 2 epochs, test", lambda: bench.train("bfloat16", 1, 2, scores=True)),
         ]
         for reading, measure in rest:
-            if peer is not None and peer.poll() is not None:
-                bench.compare(peer, left(), first)
-                peer = None
-            if left() > 10 or arguments.small:
+            if cores and all(core.poll() is not None for core in cores):
+                bench.compare_cores(cores, first, left())
+                cores = []
+            if left() > 6 or arguments.small:
                 attempt(reading, measure)
-        if peer is not None:
-            bench.compare(peer, left(), first)
+        if cores:
+            bench.compare_cores(cores, first, left())
+        if not arguments.no_peer and (arguments.seconds >= 120 or arguments.small):
+            bench.compare(bench.start_peer(arguments.small), left(), first)
+
+
+def step_on_core(core: int, load: Workload) -> None:
+    """Train batches by the CPU's step on one core, and print edges per second."""
+    from gtrain_pbg.step.layout import EdgeBatch, PartitionRows
+    from gtrain_pbg.step.relations import RelationWeights, UpdateRule
+    from gtrain_pbg.step.training import TrainingStep
+
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    torch.manual_seed(core)
+    model = KGEmbedding(load.entities, load.relations, **load.model)
+    value = model.entities[0].weight.detach().clone()
+    rows = PartitionRows(value, torch.zeros(len(value), 1), torch.full((len(value),), -1, dtype=torch.int32))
+    recipe = model.recipe().groups[0]
+    weights = {
+        name: RelationWeights(parameter.detach().clone(), torch.zeros(len(parameter), parameter[0].numel()))
+        for name, parameter in recipe.parameters.items()
+    }
+    step = TrainingStep(recipe, weights, torch.float32, "float32")
+    rules = UpdateRule("rowwise_adagrad", RATE), UpdateRule("adagrad", RATE)
+    seconds = []
+    for _ in range(CORE_BATCHES):
+        heads, tails = torch.randint(load.entities, (2, load.batch))
+        start = time.perf_counter()  # the CPU's step draws negatives as it trains
+        drawn = torch.randint(load.entities, (2, step.draws(load.batch)))
+        batch = EdgeBatch(heads, torch.randint(load.relations, (load.batch,)), tails, None, (drawn[0], drawn[1]))
+        step(batch, rows, rows, *rules)
+        seconds.append(time.perf_counter() - start)
+    timed = seconds[2:]
+    say(edges_per_second=load.batch * len(timed) / sum(timed), first=seconds[0])
 
 
 def attempt(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -329,13 +372,50 @@ class Bench:
 
     # ---------------------------------------------------------------------------------------- two cores
 
+    def start_cores(self, small: bool) -> list[subprocess.Popen[str]]:
+        """Start the CPU's step on two cores, and leave these to it."""
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) > 3:
+            os.sched_setaffinity(0, cores[2:])
+        command = [sys.executable, __file__, *(["--small"] if small else []), "--step-on-core"]
+        return [
+            subprocess.Popen(
+                [*command, str(core)],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for core in cores[:2]
+        ]
+
+    def compare_cores(self, cores: list[subprocess.Popen[str]], first: dict[str, Any], seconds: float) -> None:
+        """Print the readings of two cores, and how the GPU's compares."""
+        deadline, rates, first_batch = time.monotonic() + max(5.0, seconds - 3), [], 0.0
+        for core in cores:
+            try:
+                output, _ = core.communicate(timeout=max(1.0, deadline - time.monotonic()))
+                reading = json.loads(output.strip().splitlines()[-1])
+                rates.append(reading["edges_per_second"])
+                first_batch = reading["first"]
+            except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
+                core.kill()
+                say(name="two cores float32, steps", error=f"{type(error).__name__}: {error}"[-600:])
+                return
+        epoch = self.edges / sum(rates)
+        reading = {
+            "name": "two cores float32, steps",
+            "edges_per_second": round(sum(rates)),
+            "seconds_per_epoch": epoch,
+        }
+        reading |= {"first_batch_seconds": first_batch}
+        if "seconds_per_epoch" in first:
+            reading["gpu_times_faster"] = round(epoch / first["seconds_per_epoch"], 1)
+        say(**reading)
+
     def start_peer(self, small: bool) -> subprocess.Popen[str]:
         """Start the same training on two cores, and leave these to it."""
-        cores = sorted(os.sched_getaffinity(0))
-        prefix: list[str] = []
-        if not small and len(cores) > 3:
-            prefix = ["taskset", "-c", ",".join(map(str, cores[:2]))]
-            os.sched_setaffinity(0, cores[2:])
+        prefix = [] if small else ["taskset", "-c", "0,1"]
         source = (
             ["data=kg", f"data.path={self._archive}", "data.unknown=keep"]
             if self._archive
