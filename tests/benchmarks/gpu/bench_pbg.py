@@ -124,9 +124,6 @@ def main() -> None:
         epochs = 2 if arguments.small else arguments.epochs
         first = attempt("gpu float32", lambda: bench.train("float32", 1, epochs, scores=False))
         bench.share(first, attempt("step float32", lambda: bench.step("float32")))
-        if cores and arguments.seconds < 45:
-            bench.compare_cores(cores, first, left())
-            cores = []
         rest: list[tuple[str, Callable[[], Any]]] = [
             ("gpu bfloat16", lambda: bench.train("bfloat16", 1, epochs, scores=False)),
             ("gpu float32, 2 epochs, test", lambda: bench.train("float32", 1, 2, scores=True)),
@@ -139,7 +136,7 @@ def main() -> None:
             if cores and all(core.poll() is not None for core in cores):
                 bench.compare_cores(cores, first, left())
                 cores = []
-            if left() > 6 or arguments.small:
+            if left() > 9 or arguments.small:
                 attempt(reading, measure)
         if cores:
             bench.compare_cores(cores, first, left())
