@@ -216,7 +216,7 @@ class LocalNodes(HaloExchange):
 
     def __init__(self, num_nodes: int, end: int) -> None:
         # What the general exchange would be told by other processes; two of these are made for each layer of a batch.
-        bounds = torch.tensor([0, num_nodes])
+        bounds = torch.tensor([0, num_nodes], device="cpu")
         nobody = bounds[:0]
         self.group, self.shard, self.rounds = _ALONE, ShardNodes(0, 1, bounds, (0,), bounds, (nobody,)), 1
         self.wire_dtype, self.constants, self._orig_id = None, None, None

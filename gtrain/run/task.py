@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -57,6 +58,9 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> float | None:
     divide_cores(ranks_on_this_machine())
     find_cache()
     config = plain(cfg)
+    if config["trainer"]["accelerator"] == "cpu":
+        # Lightning asks for the states of CUDA's generators, which would take memory of the GPU in each rank.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config["verb"] != "partition":
         targets.check_objects(config, build.find_target)
         return Task(config, choices).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -69,6 +70,7 @@ class Device:
         self.graphs = graphs and self.is_cuda
         self._pool: Any = None
         self._registered: int | None = None
+        self._allocating = threading.Lock()
         streams = [torch.cuda.Stream(name) if self.is_cuda else None for _ in range(4)]
         self.compute, self.prepare, self.load, self.save = map(Lane, streams)
 
@@ -104,11 +106,11 @@ class Device:
         begin = min(tensor.data_ptr() for tensor in parts) // PAGE * PAGE
         end = max(tensor.data_ptr() + tensor.nbytes for tensor in parts)
         code = int(torch.cuda.cudart().cudaHostRegister(begin, -(-(end - begin) // PAGE) * PAGE, 0))
-        if code:
+        if not code:
+            self._registered = begin
+        else:
             with suppress(RuntimeError):  # the next kernel reports the error again, and clears it
                 torch.zeros(1, device=self.name).add_(1)
-        else:
-            self._registered = begin
             log.warning("%d MB of host memory could not be pinned (CUDA error %d): partitions are copied more slowly, "
                         "and not while the GPU computes", (end - begin) >> 20, code)  # fmt: skip
 
@@ -126,8 +128,15 @@ class Device:
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads swap partitions meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self.compute.stream, capture_error_mode="thread_local"):
-            work()
+        graph, pool, stream = torch.cuda.CUDAGraph(), self._pool, self.compute.stream
+        # Capturing returns unused memory to the driver: nobody may prepare batches meanwhile.
+        with self._allocating:
+            self.prepare.synchronize()
+            # thread_local: other threads swap partitions meanwhile.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                work()
         return graph.replay
+
+    def while_none_is_captured(self) -> AbstractContextManager[Any]:
+        """Return a context for another thread that allocates memory: no graph is captured meanwhile."""
+        return self._allocating
