@@ -162,6 +162,7 @@ class DeviceTables:
         tables: by entity type.
         slots: partitions on the device at a time.
         common: the same as above.
+        lock: held while copies are launched.
         loads, saves: partitions copied to and from the device so far.
     """
 
@@ -173,7 +174,7 @@ class DeviceTables:
         common: CommonTensors,
         slots: int | None = None,
     ) -> None:
-        self._device, self._host_tables, self._host, self._lock = device, tables, host, threading.RLock()
+        self._device, self._host_tables, self._host, self.lock = device, tables, host, threading.RLock()
         self.common = common
         self.slots = self._choose_slots(slots)
         self.tables: list[DeviceTable] = []
@@ -236,7 +237,7 @@ class DeviceTables:
 
     def begin(self, scheduled: ScheduledBucket) -> None:
         """Have a bucket's partitions on the device, and begin to load those of the next bucket."""
-        with self._lock:
+        with self.lock:
             bucket = dict(zip(scheduled.bucket, scheduled.slots, strict=True))
             self._resident |= bucket
             self._turn += 1
@@ -253,7 +254,7 @@ class DeviceTables:
 
     def trained(self, scheduled: ScheduledBucket) -> None:
         """Mark a bucket's partitions as changed by all work that was launched so far."""
-        with self._lock:
+        with self.lock:
             used = self._device.compute.record()
             self.common.changed = True
             for partition in scheduled.bucket:
@@ -313,7 +314,7 @@ class DeviceTables:
 
     def evicting(self, partition: int) -> None:
         """Called before the host evicts a partition: write it back, and forget it."""
-        with self._lock:
+        with self.lock:
             self._resident.pop(partition, None)
             number = self._in.pop(partition, None)
             if number is None:
@@ -328,14 +329,14 @@ class DeviceTables:
 
     def filled(self, partition: int, host: int) -> None:
         """Called when the host has loaded a partition into a slot."""
-        with self._lock:
+        with self.lock:
             self._resident[partition] = host
             if partition in self._ahead:
                 self._prefetch(partition)
 
     def flush(self) -> None:
         """Write all changed partitions back to the host, and the tables that are not partitioned."""
-        with self._lock:
+        with self.lock:
             for number, slot in self._slot.items():
                 self._save(slot, number)
             self._device.save.synchronize()
@@ -345,7 +346,7 @@ class DeviceTables:
 
     def reset(self) -> None:
         """Forget what is on the device: the host's slots have other contents."""
-        with self._lock:
+        with self.lock:
             self._device.compute.synchronize()
             self._device.load.synchronize()
             self._device.save.synchronize()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,7 @@ class DeviceTraining(BucketTraining):
         self._unread: deque[tuple[list[Tensor], Event, float, Bucket]] = deque()
         self._numbers: dict[str, tuple[UpdateRule, DeviceRule]] = {}
         self._preparing = ThreadPoolExecutor(1, "gtrain-pbg-batches")
+        self._ahead: deque[tuple[int, tuple[Ends, Ends], Future[Piece]]] = deque()
         super().__init__(module, recipe, rules, shared, tables, matmul)
 
     def use(self, matmul: str) -> None:
@@ -154,7 +155,8 @@ class DeviceTraining(BucketTraining):
             self._pieces.popleft()
         # An idle device begins with few batches, so that it waits for few.
         runs = self._runs(batches, FIRST if not self._pieces else PIECE)
-        ahead: deque[tuple[int, tuple[Ends, Ends], Future[Piece]]] = deque()
+        ahead = self._ahead
+        ahead.clear()
         weight = 0.0
         while True:
             while len(ahead) < AHEAD and (run := next(runs, None)) is not None:
@@ -219,7 +221,11 @@ class DeviceTraining(BucketTraining):
         inputs = captured.inputs
         inputs.memory.copy_(piece.tensors.memory[batch])
         if captured.replay is None:
-            captured.replay = self._device.captured(lambda: step(inputs, shape, ends, relations))
+            # Before it captures, torch returns free memory to the driver, which does not wait for what other threads
+            # launch meanwhile: no other thread may use the device.
+            wait([future for _, _, future in self._ahead])
+            with self._on_device.lock:
+                captured.replay = self._device.captured(lambda: step(inputs, shape, ends, relations))
         captured.replay()
 
     def _ends(self, number: int, scheduled: ScheduledBucket) -> tuple[Ends, Ends]:
