@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ import torch
 
 from gtrain.data.planted.kg import PlantedKGData
 from gtrain.data.sources.kg import KGData
+from gtrain.launch import cuda
 from gtrain.model.kg.embedding import KGEmbedding
 from gtrain.nn import Adagrad, RowwiseAdagrad
 from gtrain_pbg.device import kernels
@@ -109,6 +110,7 @@ def main() -> None:
         step_on_core(arguments.step_on_core, SMALL if arguments.small else Workload())
         return
     began = time.monotonic()
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch then looks for GPUs without using the driver
 
     def left() -> float:
         return arguments.seconds - (time.monotonic() - began)
@@ -117,12 +119,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         bench = Bench(load, None if arguments.small else archive, folder, torch.device(arguments.device))
-        if not bench.device.is_cuda:
+        if arguments.device == "cpu":
             # The code for GPUs on CPU tensors.
             PBGStrategy.make_device = lambda self: Device(torch.device("cpu"))  # type: ignore[method-assign]
         cores = [] if arguments.no_peer else bench.start_cores(arguments.small)
         epochs = 2 if arguments.small else arguments.epochs
         first = attempt("gpu float32", lambda: bench.train("float32", 1, epochs, scores=False))
+        if "error" in first:
+            first = attempt("gpu float32, without graphs", lambda: bench.train("float32", 1, epochs, graphs=False))
         bench.share(first, attempt("step float32", lambda: bench.step("float32")))
         rest: list[tuple[str, Callable[[], Any]]] = [
             ("gpu bfloat16", lambda: bench.train("bfloat16", 1, epochs, scores=False)),
@@ -176,14 +180,32 @@ def step_on_core(core: int, load: Workload) -> None:
 
 
 def attempt(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Take a reading and print it; one that fails does not end the others."""
+    """Take a reading in a forked process, and print it: an error of the device lasts as long as its process."""
     start = time.monotonic()
-    try:
-        reading = measure()
-    except Exception as error:  # noqa: BLE001 - the other readings count too
-        reading = {"error": f"{type(error).__name__}: {error}"[:800]}
+    if cuda.in_use():  # by an import: a fork could not use it
+        reading = _taken(measure)
+        say(name=name, **reading, took=round(time.monotonic() - start, 2))
+        return reading
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        os.write(writer, json.dumps(_taken(measure)).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    reading = json.loads(text) if text else {"error": f"the process ended with status {status}"}
     say(name=name, **reading, took=round(time.monotonic() - start, 2))
     return reading
+
+
+def _taken(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return measure()
+    except BaseException as error:  # noqa: BLE001 - the other readings count too
+        return {"error": f"{type(error).__name__}: {error}"[:800]}
 
 
 def find_archive(folder: Path | None) -> Path | None:
@@ -207,23 +229,30 @@ class Bench:
 
     def __init__(self, load: Workload, archive: Path | None, folder: Path, device: torch.device) -> None:
         self.load, self._archive, self._folder = load, archive, folder
-        self.device = Device(device)
-        self._runs = 0
+        self.device_name = device
+        # This process has no threads and uses no device, so that it can be forked.
+        graph = attempt("workload", self._workload)
+        self.entities, self.relations, self.edges = graph["entities"], graph["relations"], graph["edges"]
+
+    @cached_property
+    def device(self) -> Device:
+        """The device, in the process that uses it."""
+        return Device(self.device_name)
+
+    def _workload(self) -> dict[str, Any]:
+        """Make the store, and describe what is measured."""
         store = self._data(1).open_store()
-        self.entities, self.relations = store.num_nodes, int(store.facts["num_relations"])
-        self.edges = store.num_edges
-        say(
-            name="workload",
-            graph="FB15k-237" if archive else "planted",
-            device=torch.cuda.get_device_name() if self.device.is_cuda else "cpu tensors",
-            entities=self.entities,
-            relations=self.relations,
-            edges=self.edges,
-            torch=torch.__version__,
-            tf32=torch.backends.cuda.matmul.allow_tf32,
-            **load.model,
-            batch=load.batch,
-        )
+        return {
+            "graph": "FB15k-237" if self._archive else "planted",
+            "device": torch.cuda.get_device_name() if self.device.is_cuda else "cpu tensors",
+            "entities": store.num_nodes,
+            "relations": int(store.facts["num_relations"]),
+            "edges": store.num_edges,
+            "torch": torch.__version__,
+            "tf32": torch.backends.cuda.matmul.allow_tf32,
+            **self.load.model,
+            "batch": self.load.batch,
+        }
 
     def _data(self, partitions: int) -> Any:
         common: dict[str, Any] = {
@@ -244,21 +273,29 @@ class Bench:
         return data
 
     def train(
-        self, matmul: str, partitions: int, epochs: int, *, scores: bool = False, device: int | None = None
+        self,
+        matmul: str,
+        partitions: int,
+        epochs: int,
+        *,
+        scores: bool = False,
+        device: int | None = None,
+        graphs: bool = True,
     ) -> dict[str, Any]:
         """Train through the strategy; return seconds per epoch, and the test MRR after the last."""
         pl.seed_everything(0, verbose=False)
+        if not graphs:
+            PBGStrategy.make_device = lambda run: Device(run.root_device, graphs=False)  # type: ignore[method-assign]
         data, times = self._data(partitions), EpochTimes()
         optimizers = {"optimizer": partial(Adagrad, lr=RATE), "sparse_optimizer": partial(RowwiseAdagrad, lr=RATE)}
         model = KGEmbedding(self.entities, self.relations, **self.load.model, **optimizers)  # type: ignore[arg-type]
         settings = {"num_partitions": partitions, "matmul": matmul, "device_partitions": device}
-        self._runs += 1
         trainer = pl.Trainer(
             strategy=PBGStrategy(**settings),
             accelerator="gpu" if self.device.is_cuda else "cpu",
             devices=1,
             max_epochs=epochs,
-            default_root_dir=self._folder / f"run-{self._runs}",
+            default_root_dir=self._folder / f"run-{os.getpid()}",
             callbacks=[times],
             logger=False,
             enable_checkpointing=False,
