@@ -158,3 +158,12 @@ def test_machines_share_a_gpu(tmp_path: Path) -> None:
 def test_int8_is_refused(tmp_path: Path) -> None:
     done = gtrain(*SMALL, "trainer.accelerator=gpu", "strategy.matmul=int8", cwd=tmp_path)
     assert done.returncode == 1 and "set strategy.matmul=bfloat16" in done.stderr
+
+
+def test_large_batches_are_prepared_while_a_graph_is_captured(tmp_path: Path) -> None:
+    """Batches whose preparation takes tens of megabytes, as many as are under way at a time, and more."""
+    large = ["data.num_entities=14541", "data.num_positions=500", "data.num_relations=237", "data.num_triples=64000",
+             "model.dimension=400", "model.num_uniform_negs=1000", "data.batch_size=1000", "trainer.max_epochs=2",
+             "trainer.limit_val_batches=0", "trainer.enable_checkpointing=false"]  # fmt: skip
+    first, second = losses(train(tmp_path, "large", *large))
+    assert second < first - 0.5
