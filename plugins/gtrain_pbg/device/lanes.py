@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -70,7 +69,6 @@ class Device:
         self.graphs = graphs and self.is_cuda
         self._pool: Any = None
         self._registered: int | None = None
-        self._allocating = threading.Lock()
         streams = [torch.cuda.Stream(name) if self.is_cuda else None for _ in range(4)]
         self.compute, self.prepare, self.load, self.save = map(Lane, streams)
 
@@ -129,14 +127,7 @@ class Device:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph, pool, stream = torch.cuda.CUDAGraph(), self._pool, self.compute.stream
-        # Capturing returns unused memory to the driver: nobody may prepare batches meanwhile.
-        with self._allocating:
-            self.prepare.synchronize()
-            # thread_local: other threads swap partitions meanwhile.
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                work()
+        # thread_local: other threads may use other streams of the device.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            work()
         return graph.replay
-
-    def while_none_is_captured(self) -> AbstractContextManager[Any]:
-        """Return a context for another thread that allocates memory: no graph is captured meanwhile."""
-        return self._allocating

@@ -182,8 +182,7 @@ class DeviceTraining(BucketTraining):
     ) -> Piece:
         """Prepare batches of one group and one shape."""
         local = [self._localized(number, edges, scheduled) for edges in run]
-        with self._device.while_none_is_captured():
-            return self._prepare[number](local, shape, *ends)
+        return self._prepare[number](local, shape, *ends)
 
     def _launch(self, number: int, piece: Piece, ends: tuple[Ends, Ends]) -> float:
         """Launch the steps of prepared batches; return the sum of their weights."""
