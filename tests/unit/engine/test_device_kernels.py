@@ -76,7 +76,7 @@ def run(command: list[str], **variables: str) -> str:
 
 def test_kernels_equal_the_plain_ones_by_the_interpreter() -> None:
     """In a process of its own, because Triton asks for the interpreter when it is imported."""
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8) and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
         pytest.skip(f"the interpreter of Triton {triton.__version__} does not work with numpy {np.__version__}")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", str(CASES)]
     assert " passed" in run(command, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
