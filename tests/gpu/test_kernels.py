@@ -2,4 +2,8 @@
 
 from __future__ import annotations
 
-from device_kernel_cases import *  # noqa: F403
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from device_kernel_cases import *  # noqa: E402, F403
