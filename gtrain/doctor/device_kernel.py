@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
+
+from gtrain.kernels.device import on_device
 
 _COUNT = 1000
 _BLOCK = 256
@@ -29,7 +29,7 @@ def check(number: int, device: str = "cuda") -> None:
     there = torch.device(device, number)
     source = torch.arange(_COUNT, dtype=torch.float32, device=there)
     target = torch.zeros_like(source)
-    with torch.cuda.device(there) if there.type == "cuda" else nullcontext():
+    with on_device(source):
         _add_one[(triton.cdiv(_COUNT, _BLOCK),)](source, target, _COUNT, _BLOCK)
     if not torch.equal(target, source + 1):
         raise RuntimeError(f"a compiled kernel returned a wrong result on {there}")

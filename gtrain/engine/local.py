@@ -215,12 +215,9 @@ class LocalNodes(HaloExchange):
     """
 
     def __init__(self, num_nodes: int, end: int) -> None:
-        # What the general exchange would be told by other processes; two of these are made for each layer of a batch.
         bounds = torch.tensor([0, num_nodes], device="cpu")
-        nobody = bounds[:0]
-        self.group, self.shard, self.rounds = _ALONE, ShardNodes(0, 1, bounds, (0,), bounds, (nobody,)), 1
-        self.wire_dtype, self.constants, self._orig_id = None, None, None
-        self.reads, self.send_rows, self._first, self._end = [0], [nobody], 0, end
+        super().__init__(_ALONE, ShardNodes(0, 1, bounds, (0,), bounds, (bounds[:0],)))
+        self._end = end
 
     @cached_property
     def all_ids(self) -> Tensor:

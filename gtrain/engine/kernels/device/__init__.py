@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from gtrain.engine.kernels.device.attention import (
     attention_backward,
-    attention_finish,
     attention_forward,
     pair_backward,
     pair_forward,
@@ -17,7 +16,6 @@ from gtrain.engine.kernels.device.sums import extreme_backward, extreme_forward,
 
 __all__ = [
     "attention_backward",
-    "attention_finish",
     "attention_forward",
     "extreme_backward",
     "extreme_forward",

@@ -22,12 +22,11 @@ from gtrain.engine.kernels.plain import (
     PairGradients,
     PairInputs,
     TargetGradients,
-    attention_finish,
 )
 from gtrain.kernels.device import on_device, random_bits, sum_type
 from gtrain.nn.dropout import Mask
 
-__all__ = ["attention_backward", "attention_finish", "attention_forward", "pair_backward", "pair_forward"]
+__all__ = ["attention_backward", "attention_forward", "pair_backward", "pair_forward"]
 _TILE = 1024  # numbers of a group of edges
 _PROGRAMS = 1 << 11  # that add the gradient of a weight which all targets share
 
@@ -136,6 +135,16 @@ def _merge(logit, here, top, total, SUM: tl.constexpr):
 
 
 @triton.jit
+def _store_state(out, top, total, at, channels, c, added, before, sum_before, m, s):
+    """Add the weighted sum of a block's rows to what earlier blocks added, and store the maximum and the total."""
+    to, inside = out + at * channels + c, c < channels
+    earlier = tl.where(sum_before == 0, 0.0, tl.exp(tl.where(sum_before == 0, 0.0, before - m)))
+    tl.store(to, tl.load(to, mask=inside, other=0) * earlier + added, mask=inside)
+    tl.store(top + at, m)
+    tl.store(total + at, s)
+
+
+@triton.jit
 def _coefficients(logit, here, lse):
     """Return ``exp(logit - lse)``, 0 for a logit of -inf."""
     absent = (logit == float("-inf")) | (here == 0)
@@ -173,7 +182,6 @@ def _forward(
 ) -> None:  # fmt: skip
     k, h = tl.program_id(0) // heads, tl.program_id(0) % heads
     c = tl.arange(0, COLUMNS)
-    inside = c < channels
     first, last = tl.load(ptr + k), tl.load(ptr + k + 1)
     at = tl.load(rows + k) * heads + h
     own = tl.load(target + at).to(SUM)
@@ -190,12 +198,7 @@ def _forward(
             part *= _masks(edges, e, here, h, stream, threshold, words, SCALE, SUM)
         added = added * factor + tl.sum(part[:, None] * _rows(x, j, h, heads, channels, c, here, SUM), 0)
     if last > first:
-        to = out + at * channels + c
-        # The factor of what earlier blocks added.
-        earlier = tl.where(sum_before == 0, 0.0, tl.exp(tl.where(sum_before == 0, 0.0, before - m)))
-        tl.store(to, tl.load(to, mask=inside, other=0) * earlier + added, mask=inside)
-        tl.store(top + at, m)
-        tl.store(total + at, s)
+        _store_state(out, top, total, at, channels, c, added, before, sum_before, m, s)
 
 
 @triton.jit(do_not_specialize=["stream", "threshold"])
@@ -266,11 +269,7 @@ def _pair_forward(
         values = keys if ADDITIVE else _rows(value, j, h, heads, channels, c, here, SUM)
         added = added * factor + tl.sum(part[:, None] * values, 0)
     if last > first:
-        to = out + at * channels + c
-        earlier = tl.where(sum_before == 0, 0.0, tl.exp(tl.where(sum_before == 0, 0.0, before - m)))
-        tl.store(to, tl.load(to, mask=inside, other=0) * earlier + added, mask=inside)
-        tl.store(top + at, m)
-        tl.store(total + at, s)
+        _store_state(out, top, total, at, channels, c, added, before, sum_before, m, s)
 
 
 @triton.jit(do_not_specialize=["stream", "threshold"])
