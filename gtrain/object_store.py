@@ -26,6 +26,21 @@ def is_address(location: object) -> bool:
     return "://" in str(location)
 
 
+def refuse_address(location: object, setting: str, advice: str) -> None:
+    """Refuse an address where only a local path can be used; as a path it would name a folder ``s3:``.
+
+    Args:
+        location: the value; None is no address.
+        setting: the setting that has it.
+        advice: what to do instead, for the message.
+
+    Raises:
+        ConfigError: ``location`` is an address.
+    """
+    if is_address(location):
+        raise ConfigError(f"{setting}={location} was set; this setting takes a local path.", hint=advice)
+
+
 def followed(path: Path) -> Path | str:
     """Return the address of a checkpoint whose local folder only points to it; ``path`` if the folder has its files."""
     try:

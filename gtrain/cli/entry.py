@@ -35,6 +35,7 @@ from gtrain.errors import ConfigError, GtrainError
 from gtrain.launch import launchers
 from gtrain.launch.launchers.manual import Manual
 from gtrain.launch.request import JobRequest
+from gtrain.object_store import refuse_address
 from gtrain.run import runs
 
 _typed: list[str] = []
@@ -55,9 +56,25 @@ class RunFolder(Callback):
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Exit on an error, because Hydra turns the exception of a callback into a warning."""
         try:
+            _refuse_address(config, "run")
             _lock_folder(config, Path(config.hydra.run.dir))
         except ConfigError as error:
             _exit_with(str(error), 1)
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Exit if the sweep's folder is an address."""
+        try:
+            _refuse_address(config, "sweep")
+        except ConfigError as error:
+            _exit_with(str(error), 1)
+
+
+def _refuse_address(cfg: DictConfig, kind: str) -> None:
+    """Refuse an object store as the folder of a run or a ``sweep``."""
+    advice = (
+        "set callbacks.checkpoint.dirpath to the address: checkpoints can be written there; logs and results are local."
+    )
+    refuse_address(cfg.hydra[kind].dir, f"hydra.{kind}.dir", advice)
 
 
 def _lock_folder(cfg: DictConfig, folder: Path) -> None:

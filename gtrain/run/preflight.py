@@ -22,7 +22,7 @@ from gtrain.callbacks.checkpoint import unknown_monitor
 from gtrain.callbacks.predictions import check_output
 from gtrain.errors import ConfigError
 from gtrain.launch import launchers
-from gtrain.object_store import is_address
+from gtrain.object_store import is_address, refuse_address
 from gtrain.run import build
 from gtrain.run.sketch import ModelSketch, has_plain_constructor, make_trainer
 from gtrain.run.task import Task, data_module
@@ -44,6 +44,12 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
         GtrainError: the error that a rank would raise later.
     """
     job, verb = Task(config, choices), config["verb"]
+    refuse_address(config["output"], "output", "write to a local file, and copy it when the command has ended.")
+    refuse_address(
+        config["data"].get("store"),
+        "data.store",
+        "set data.remote_store to the address; data.store is the local folder that keeps what was read from it.",
+    )
     # Before data_module instantiates these targets.
     targets.check_objects(config, build.find_target, ["data"])
     build.find_target(config["data"]["_target_"], "data")

@@ -313,6 +313,19 @@ def test_an_output_whose_folder_cannot_be_made(tmp_path: Path) -> None:
     assert error is not None and "output=file/scores.npy was set" in str(error) and "is a file" in str(error)
 
 
+@pytest.mark.parametrize("key", ["output", "data.store"])
+def test_an_address_where_a_path_is_needed(key: str) -> None:
+    error = refusal("strategy=single", f"{key}=s3://bucket/name", verb="predict")
+    assert error is not None and f"{key}=s3://bucket/name was set; this setting takes a local path" in str(error)
+
+
+@pytest.mark.parametrize("command", [("hydra.run.dir=s3://bucket/run",), ("-m", "hydra.sweep.dir=s3://bucket/run")])
+def test_an_address_as_the_folder_of_runs(command: tuple[str, ...], tmp_path: Path) -> None:
+    result = gtrain(*command, "strategy=single", cwd=tmp_path)
+    assert result.returncode == 1 and f"{command[-1]} was set; this setting takes a local path" in result.stderr
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "strategy"), PAIRS)
 def test_each_strategy_trains_a_model_or_names_those_that_do(model: str, strategy: str, tmp_path: Path) -> None:
