@@ -175,6 +175,9 @@ class BlockSource(Protocol):
     def __call__(self, edge_index: Tensor) -> EdgeBlocks:
         """Return the blocks of ``edge_index`` [2, E]."""
 
+    def into_rows(self, edge_index: Tensor, rows: Tensor, num_rows: int) -> EdgeBlocks:
+        """Return the blocks of edges that end at the rows [E], below ``num_rows``, in place of their targets."""
+
 
 class EdgeBlockCache:
     """:class:`EdgeBlocks` by ``edge_index``, kept as long as that tensor lives.
@@ -200,6 +203,11 @@ class EdgeBlockCache:
             self._blocks[edge_index] = sort_edges(edge_index, self._exchange, self.num_targets, self.targets)
         return self._blocks[edge_index]
 
+    def into_rows(self, edge_index: Tensor, rows: Tensor, num_rows: int) -> EdgeBlocks:
+        """Return the blocks of edges that end at the rows [E], below ``num_rows``, in place of their targets."""
+        check_ends(edge_index, self._exchange, self.num_targets)
+        return sort_edges(torch.stack([edge_index[0], rows]), self._exchange, num_rows)
+
 
 def sort_edges(
     edge_index: Tensor, exchange: HaloExchange, num_targets: int, targets: HaloExchange | None = None
@@ -209,14 +217,9 @@ def sort_edges(
     Raises:
         ConfigError: an edge points at a node that another rank owns.
     """
+    check_ends(edge_index, exchange, num_targets)
     starts = exchange.shard.block_ptr.tolist()
     source, target = edge_index.contiguous()
-    if edge_index.numel() and (int(source.max()) >= starts[-1] or int(target.max()) >= num_targets):
-        raise ConfigError(
-            "a convolution was called with edges that point at nodes of other parts (reversed edges, perhaps); "
-            "a rank has only the edges that point at its part's nodes.",
-            hint="add the reverse edges to the data, or set strategy=single.",
-        )
     # an empty block repeats a boundary; right=True skips it
     block = torch.bucketize(source, exchange.shard.block_ptr[1:-1].to(source.device), right=True)
     blocks = []
@@ -225,6 +228,17 @@ def sort_edges(
         blocks.append(EdgeBlock(ids, source[ids] - start, target[ids], stop - start, num_targets))
     in_degree = count_of(target, num_targets)
     return EdgeBlocks(exchange, blocks, num_targets, edge_index.size(1), in_degree, targets or exchange)
+
+
+def check_ends(edge_index: Tensor, exchange: HaloExchange, num_targets: int) -> None:
+    """Raise ConfigError if an edge points at a node that another rank owns."""
+    source, target = edge_index
+    if len(source) and (int(source.max()) >= int(exchange.shard.block_ptr[-1]) or int(target.max()) >= num_targets):
+        raise ConfigError(
+            "a convolution was called with edges that point at nodes of other parts (reversed edges, perhaps); "
+            "a rank has only the edges that point at its part's nodes.",
+            hint="add the reverse edges to the data, or set strategy=single.",
+        )
 
 
 def count_of(ids: Tensor, count: int) -> Tensor:

@@ -32,18 +32,20 @@ from gtrain.engine.edges import EdgeBlock, EdgeBlocks, count_of
 from gtrain.engine.fused_layers import FusedLayers, count_hop
 from gtrain.engine.halo import HaloExchange
 from gtrain.engine.normalize import exact_gcn_norm
-from gtrain.engine.patching import MethodPatches, PatchedFunctions, RelationalConv
+from gtrain.engine.patching import MethodPatches, PatchedFunctions
 from gtrain.engine.precision import in_autocast
 from gtrain.engine.propagate import DeferredCoefficients, Propagation
+from gtrain.engine.relations import RelationalConv
 from gtrain.engine.schedule import Schedule
 from gtrain.graph.shard.nodes import ShardNodes
 from gtrain.kernels.available import has_triton
 from gtrain.nn.compressed import CompressedMatrix
 from gtrain.nn.dropout import DropoutRows, current_position, edge_ids, resumed_at
+from gtrain.nn.relational import IdRGCNConv
 from gtrain.strategy.group import Group
 
 KNOWN: frozenset[type[nn.Module]] = frozenset(
-    {GATConv, GATv2Conv, GCNConv, GINConv, GraphConv, LGConv, RGCNConv, SAGEConv, SGConv, TransformerConv}
+    {GATConv, GATv2Conv, GCNConv, GINConv, GraphConv, IdRGCNConv, LGConv, RGCNConv, SAGEConv, SGConv, TransformerConv}
 )
 """Classes whose calls the engine takes; a subclass may compute something else, and runs as it is."""
 _SCHEDULE = Schedule(mode=3)
@@ -96,16 +98,13 @@ class LocalEngine:
         self._known.clear()
 
     def _patch(self, conv: MessagePassing) -> None:
-        propagate: Callable[..., Tensor] = partial(self._propagate, conv)
-        if type(conv) is RGCNConv:
-            relational = RelationalConv(conv, self._edges_of, _SCHEDULE, propagate)
-            self._patches.undo_with(*relational.watch())
-            propagate = relational.propagate
         self._patches.undo_with(*self._propagation.watch(conv))
-        self._patches.add(conv, "propagate", propagate)
+        self._patches.add(conv, "propagate", partial(self._propagate, conv))
         self._patches.add(conv, "edge_updater", partial(self._edge_updater, conv))
         self._propagation.transforms.install(conv)
         fused = self._fused.forward_of(conv)
+        if isinstance(conv, (RGCNConv, IdRGCNConv)):
+            fused = RelationalConv(conv, self._edges_of, _SCHEDULE, self._constants, whole=True).forward
         if fused is not None:
             self._patches.add(conv, "forward", partial(self._forward, conv, fused))
 
@@ -262,21 +261,36 @@ class LocalEdges:
             by_size[key] = self._sorted(edge_index)
         return by_size[key]
 
+    def into_rows(self, edge_index: Tensor, rows: Tensor, num_rows: int) -> EdgeBlocks:
+        """Return the edges that end at the rows [E], below ``num_rows``, in place of their targets."""
+        self._check(edge_index)
+        return LocalEdges(self.num_sources, num_rows, self._known)._grouped(edge_index[0], rows)
+
+    def from_rows(self, edge_index: Tensor, rows: Tensor, num_rows: int) -> EdgeBlocks:
+        """Return the edges that start at the rows [E], below ``num_rows``, in place of their sources."""
+        return LocalEdges(num_rows, self.num_targets, self._known)._grouped(rows, edge_index[1])
+
     def _sorted(self, edge_index: Tensor) -> EdgeBlocks:
+        self._check(edge_index)
+        return self._grouped(*edge_index.detach())
+
+    def _check(self, edge_index: Tensor) -> None:
         source, target = edge_index.detach()
-        count = edge_index.size(1)
         # Compiled loops do not check what they read. A GPU checks without the host, which would wait for it.
         if edge_index.is_cuda:
             inside = (edge_index >= 0).all() & (source < self.num_sources).all() & (target < self.num_targets).all()
             torch._assert_async(inside, "'edge_index' names nodes that do not exist")
-        elif count and (
+        elif len(source) and (
             int(edge_index.min()) < 0 or int(source.max()) >= self.num_sources or int(target.max()) >= self.num_targets
         ):
             raise IndexError(
                 f"'edge_index' names nodes from {int(edge_index.min())} to {int(source.max())} (sources) and "
                 f"{int(target.max())} (targets), of {self.num_sources} and {self.num_targets} nodes."
             )
-        ids = torch.arange(count, dtype=torch.int32, device=edge_index.device)
+
+    def _grouped(self, source: Tensor, target: Tensor) -> EdgeBlocks:
+        count = len(source)
+        ids = torch.arange(count, dtype=torch.int32, device=source.device)
         block = EdgeBlock(ids, source, target, self.num_sources, self.num_targets)
         in_degree = count_of(target, self.num_targets)
         targets = LocalNodes(self.num_targets, 1)

@@ -15,8 +15,9 @@ from gtrain.engine.edges import EdgeBlockCache, EdgeBlocks
 from gtrain.engine.fused_layers import FusedLayers
 from gtrain.engine.halo import HaloExchange
 from gtrain.engine.normalize import sharded_gcn_norm, synchronised_batch_norm
-from gtrain.engine.patching import MethodPatches, PatchedFunctions, RelationalConv
+from gtrain.engine.patching import MethodPatches, PatchedFunctions, RunHook
 from gtrain.engine.propagate import Propagation
+from gtrain.engine.relations import RelationalConv
 from gtrain.engine.schedule import Schedule
 from gtrain.errors import ConfigError
 from gtrain.nn import DglGraph
@@ -74,16 +75,17 @@ class Patcher:
                 self.patches.undo_with(partial(conv.__dict__.__setitem__, name, conv.__dict__[name]))
                 conv.__dict__[name] = None
         self.patches.undo_with(*self.propagation.watch(conv))
-        propagate: Callable[..., Tensor] = partial(self.propagate, conv)
-        if type(conv).forward is RGCNConv.forward and self.schedule.compiled:
-            relational = RelationalConv(conv, lambda _: self.edges(), self.schedule, propagate)
-            self.patches.undo_with(*relational.watch())
-            propagate = relational.propagate
-        self.patches.add(conv, "propagate", propagate)
+        self.patches.add(conv, "propagate", partial(self.propagate, conv))
         self.patches.add(conv, "edge_updater", partial(self.edge_updater, conv))
         if self.schedule.compiled:
             self.propagation.transforms.install(conv)
         fused = None if self.typed or "forward" in conv.__dict__ else self._fused_layers.forward_of(conv)
+        if type(conv).forward is RGCNConv.forward:
+            hook = conv.register_forward_pre_hook(RunHook(_check_features), with_kwargs=True)
+            self.patches.undo_with(hook.remove)
+            if self.schedule.compiled and type(conv).message is RGCNConv.message:
+                edges = lambda _: self.edges()  # noqa: E731
+                fused = RelationalConv(conv, edges, self.schedule, self.constants, whole=False).forward
         if fused is not None:
             self.patches.add(conv, "forward", fused)
 
@@ -119,6 +121,15 @@ class Patcher:
         bound = _GCN_NORM.bind(self.edges().exchange, *args, **kwargs)
         bound.apply_defaults()
         return bound.args, sharded_gcn_norm
+
+
+def _check_features(conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse an ``RGCNConv`` that makes up ids."""
+    if (args[0] if args else kwargs.get("x")) is None:
+        raise ConfigError(
+            f"{type(conv).__name__} was called without features; it would use a node's position in its part as id.",
+            hint="use gtrain.model.relational.IdRGCNConv, give it batch.orig_id as x, or set strategy=single.",
+        )
 
 
 def _check_ids(conv: MessagePassing, kwargs: dict[str, Any]) -> None:

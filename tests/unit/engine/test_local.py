@@ -30,6 +30,7 @@ from torch_geometric.nn.conv import (
 from gtrain.engine.local import LocalEngine
 from gtrain.nn.depth import HopMeter
 from gtrain.nn.dropout import ExactDropout, rows_of
+from gtrain.nn.relational import IdRGCNConv
 
 NODES, EDGES, IN = 50, 300, 8
 
@@ -70,6 +71,14 @@ SQUARE: dict[str, Case] = {
     "rgcn": (lambda: RGCNConv(IN, 5, 4), ("type",)),
     "rgcn with bases": (lambda: RGCNConv(IN, 5, 4, num_bases=2, aggr="sum"), ("type",)),
     "rgcn of blocks": (lambda: RGCNConv(IN, 4, 4, num_blocks=2), ("type",)),
+    "rgcn without root": (lambda: RGCNConv(IN, 5, 6, bias=False, root_weight=False), ("type",)),
+}
+OF_IDS: dict[str, Callable[[], MessagePassing]] = {
+    "rgcn": lambda: RGCNConv(NODES + 10, 5, 4),
+    "rgcn of sums": lambda: RGCNConv(NODES + 10, 5, 4, aggr="sum", bias=False),
+    "rgcn with bases": lambda: RGCNConv(NODES + 10, 5, 4, num_bases=2, root_weight=False),
+    "ids": lambda: IdRGCNConv(NODES + 10, 5, 4),
+    "ids with bases": lambda: IdRGCNConv(NODES + 10, 5, 4, num_bases=2, root_weight=False),
 }
 
 
@@ -147,6 +156,45 @@ def test_a_convolution_returns_its_coefficients(kind: Any, engine: LocalEngine) 
     for actual, of_pyg in zip(run(), expected, strict=True):
         torch.testing.assert_close(actual, of_pyg, rtol=1e-10, atol=1e-10)
     copy.deepcopy(conv)
+
+
+@pytest.mark.parametrize("name", OF_IDS)
+def test_a_convolution_over_ids_equals_its_own(name: str, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    conv, data = OF_IDS[name]().double(), graph()
+    ids = torch.randperm(NODES + 10)[:NODES]
+
+    def run(ids: Tensor, edge_type: Tensor) -> list[Tensor | None]:
+        conv.zero_grad()
+        out: Tensor = conv(ids, data["edge_index"], edge_type)
+        out.square().sum().backward()
+        return [out.detach(), *(None if p.grad is None else p.grad.clone() for p in conv.parameters())]
+
+    inputs = [(ids, data["type"]), (ids, data["type"]), (ids.flip(0), data["type"]), (ids, data["type"].flip(0))]
+    expected = [run(*each) for each in inputs]
+    ran: list[str] = []
+    monkeypatch.setattr(type(conv), "message", _noted(type(conv).message, ran))
+    engine.add_constants([ids, *data.values()])
+    engine.install(conv)
+    for each, wanted in zip(inputs, expected, strict=True):
+        assert_equal(run(*each), wanted)
+    assert max([0, *map(int, ran)]) < EDGES // 8
+
+
+@pytest.mark.parametrize("name", [name for name in SQUARE if "rgcn" in name])
+def test_relations_with_fewer_targets_than_sources(name: str, engine: LocalEngine) -> None:
+    conv, data = SQUARE[name][0]().double(), graph()
+    chosen = data["edge_index"][1] < 20
+    pair, edges, types = (data["x"], data["x"][:20]), data["edge_index"][:, chosen], data["type"][chosen]
+    expected = result(conv, pair, edges, types)
+    engine.install(conv)
+    assert_equal(result(conv, pair, edges, types), expected)
+    # no edges
+    assert_equal(result(conv, pair, edges[:, :0], types[:0]), _written(engine, conv, pair, edges[:, :0], types[:0]))
+
+
+def _written(engine: LocalEngine, conv: nn.Module, *args: Any) -> list[Tensor | None]:
+    engine.uninstall()
+    return result(conv, *args)
 
 
 def _noted(message: Any, ran: list[str]) -> Any:
