@@ -53,7 +53,7 @@ class SavedOnce:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor.detach()
-        self._version = None if tensor.is_inference() else tensor._version
+        self._saved_at = None if tensor.is_inference() else tensor._version
 
     def take(self) -> Tensor:
         """Return the tensor and drop the reference to it.
@@ -67,7 +67,7 @@ class SavedOnce:
                 "the backward pass has freed a layer's result, so it cannot run twice; the strategy's setting "
                 "layers=plain keeps it."
             )
-        if self._version is not None and tensor._version != self._version:
+        if self._saved_at is not None and tensor._version != self._saved_at:
             raise RuntimeError("a layer's result, needed for its gradient, was modified by an inplace operation.")
         return tensor
 

@@ -12,10 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gtrain.errors import DataError
 
 _BLOCK = 1 << 16  # entries whose table rows are gathered at once for the gradient of values
+_csr_of: Any = WeakIdKeyDictionary()  # sparse matrix -> its rows, so that these are the same tensors in every step
+_columns_of: Any = WeakIdKeyDictionary()  # ids -> (what they were sorted with, the entries by column)
 
 
 class Csr(NamedTuple):
@@ -81,8 +84,17 @@ def as_csr(x: Tensor | Csr | tuple[Tensor, Tensor | None, Tensor], num_columns: 
             f"a layer over {num_columns} features was called with rows of {x.size(1)} columns.",
             hint="train and test on data with the same number of features (data.num_features).",
         )
-    matrix = x if x.layout == torch.sparse_csr else x.to_sparse_csr()
-    return Csr(matrix.col_indices(), matrix.values(), matrix.crow_indices())
+    if x.layout != torch.sparse_csr:
+        matrix = x.to_sparse_csr()
+        return Csr(matrix.col_indices(), matrix.values(), matrix.crow_indices())
+    rows = _csr_of.get(x)
+    values = x.values()
+    # The tensors are views of the matrix; a matrix that was changed in place has others.
+    if rows is None or rows.values.data_ptr() != values.data_ptr() or rows.values.requires_grad != values.requires_grad:
+        rows = Csr(x.col_indices(), values, x.crow_indices())
+        if not (values.requires_grad or values.is_inference()):
+            _csr_of[x] = rows
+    return rows
 
 
 def select_rows(x: Tensor | Csr, chosen: Tensor) -> Csr:
@@ -105,9 +117,10 @@ def select_rows(x: Tensor | Csr, chosen: Tensor) -> Csr:
 def product(rows: Csr, table: Tensor, *, sparse: bool = False) -> Tensor:
     """Multiply sparse rows by a table: row i of the result is the sum over its entries of value * table[id].
 
-    The forward pass is torch's ``embedding_bag``; the backward pass sorts the entries by id and is an ``embedding_bag``
-    over the result's gradient. It costs as much as the forward pass; with ``sparse``, the cost does not depend on the
-    number of rows of the table. Sums are computed in a fixed order.
+    The forward pass is torch's ``embedding_bag``; the backward pass sorts the entries by id, once for rows that are the
+    same tensors in every step, and is an ``embedding_bag`` over the result's gradient. It then costs as much as the
+    forward pass; with ``sparse``, the cost does not depend on the number of rows of the table. Sums are computed in a
+    fixed order.
 
     Args:
         rows: m rows.
@@ -184,10 +197,28 @@ class _Product(Function):
 
 
 def _table_gradient(rows: Csr, gradient: Tensor, shape: torch.Size, sparse: bool) -> Tensor:
+    if not sparse and gradient.device.type == "cpu" and rows.ids.numel() < 2**31:
+        ids, values, offsets = _by_column(rows, shape[0], gradient.dtype)
+        return _bag(gradient, ids, offsets, values)
     ids, summed = transposed(rows, gradient)
     if sparse:
         return torch.sparse_coo_tensor(ids[None], summed, shape, is_coalesced=True, check_invariants=False)
     return summed.new_zeros(shape).index_copy_(0, ids, summed)
+
+
+def _by_column(rows: Csr, columns: int, dtype: torch.dtype) -> Csr:
+    """Return the transpose of rows with ids below ``columns``, from the cache for the same tensors, unchanged."""
+    from gtrain.nn.csr_kernels import by_column
+
+    tensors = [tensor for tensor in rows if tensor is not None]
+    key = columns, dtype, *((tensor.data_ptr(), tensor._version) for tensor in tensors)
+    cached = _columns_of.get(rows.ids)
+    if cached is None or cached[0] != key:
+        pointers, sources, positions = by_column(rows.ids.int(), rows.row_of_entry().int(), columns)
+        values = None if rows.values is None else rows.values.to(dtype)[positions]
+        cached = _columns_of[rows.ids] = key, Csr(sources, values, pointers.int())
+    transpose: Csr = cached[1]
+    return transpose
 
 
 def _value_gradient(rows: Csr, gradient: Tensor, table: Tensor) -> Tensor:
