@@ -226,6 +226,9 @@ class Backend:
             nothing.
         less_memory: what reduces the memory that a rank needs on its device, clauses in the imperative, the most
             effective first; for the message of a rank that ran out of it.
+        planner: ``package.module:Class``, the subclass of ``gtrain.plan.estimate.Planner`` with the formulas of memory,
+            bytes and seconds, for ``gtrain plan`` and ``strategy=auto``. Empty: its row has no numbers, and
+            ``strategy=auto`` never takes it.
     """
 
     description: str
@@ -240,10 +243,15 @@ class Backend:
     shortcuts: tuple[str, ...] = ()
     gpu: str = ""
     less_memory: tuple[str, ...] = ()
+    planner: str = ""
 
     def load_table_reader(self) -> Callable[..., Any] | None:
         """Import the function of :attr:`table_reader`, and torch with it; None if the attribute is empty."""
         return load(self.table_reader) if self.table_reader else None
+
+    def load_planner(self) -> Any:
+        """Import and make the object of :attr:`planner`; None if the attribute is empty."""
+        return load(self.planner)() if self.planner else None
 
     def store_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result of :attr:`store`; empty if the attribute is empty.

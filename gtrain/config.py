@@ -28,6 +28,7 @@ VERBS = {
     "predict": "write the predictions of a checkpoint for every node (ckpt_path=best unless set) to output=",
     "export": "write the embedding of every node by name (format=npy, parquet, tsv or pbg_hdf5) to output=",
     "partition": "make the partitioned store and print edge cut, halo sizes and balance",
+    "plan": "print what every strategy would cost with these settings, and recommend one; trains nothing",
     "serve": "start one server of role= by hand, at cluster.rendezvous=",
     "key": "make the file cluster.key_file=, with which a job's processes authenticate each other on a network",
     "explain": "print what settings mean: explain KEY, GROUP=OPTION or GROUP, as data.split, strategy=single, trainer",
@@ -79,6 +80,7 @@ class JobConfig(Settings):
         "packages, modules or classes that files may name as `_target_`, in addition to "
         "[the allowed ones](configuration.md#code-that-a-file-names)",
     )
+    explain: bool = setting(False, "`plan`: print the formulas with their numbers")
     embeddings: bool = setting(False, "`predict`: write the input of the network's last layer instead of scores")
 
 
@@ -240,6 +242,30 @@ class PathsConfig:
     )
 
 
+@dataclass
+class PlanConfig(Settings):
+    """Settings of ``gtrain plan``, and of ``strategy=auto``, see [plan](plan.md)."""
+
+    group: ClassVar[str] = "plan"
+    machine: str | None = setting(
+        None,
+        "file that describes a [machine](plan.md#machines), of which a job has `trainer.num_nodes`; null: this one",
+    )
+    memory: float | None = setting(
+        None, "memory that the job may use on a machine, if that is less than the machine has", above=0, unit="bytes"
+    )
+    least: bool = setting(False, "also print the smallest number of machines on which each strategy fits")
+    prepare: bool = setting(
+        True, "prepare the store if the data have none, so that edge cut and halo are counted, and not assumed"
+    )
+    cut: float = setting(
+        0.25, "assumed fraction of the edges between different parts, for data without a store", least=0, most=1
+    )
+    format: str = setting(
+        "table", "what is printed; `plan.json` in the run's folder has all of it", words=("table", "json")
+    )
+
+
 DROPOUT = {
     "exact": "a mask depends on seed, step, layer and row, and not on ranks or partitioning",
     "torch": "torch's own random numbers, which differ from rank to rank",
@@ -281,6 +307,7 @@ def register(*, sweep: bool = False) -> None:
     store.store(group="schema/trainer", name="trainer", node=schema(TrainerConfig))
     store.store(group="schema/cluster", name="cluster", node=schema(ClusterConfig))
     store.store(group="schema/cluster", name="ray", node=schema(RayClusterConfig))
+    store.store(group="schema/plan", name="plan", node=schema(PlanConfig))
     store.store(group="schema/paths", name="paths", node=schema(PathsConfig))
     data.register()
     usable = backends.usable()
@@ -401,6 +428,7 @@ def validate(cfg: DictConfig) -> None:
         if not missing:
             OmegaConf.to_object(cfg.strategy)  # runs the dataclass's own checks
             OmegaConf.to_object(cfg.cluster)
+            OmegaConf.to_object(cfg.plan)
             OmegaConf.to_object(cfg.data)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0], hint="gtrain --cfg job shows the configuration.") from error
@@ -424,6 +452,7 @@ def _check_keys(cfg: DictConfig) -> None:
         "": {*_top_keys(), *_shortcuts()},
         "cluster": {*defaults(RayClusterConfig if cfg.cluster.get("kind") == "ray" else ClusterConfig)},
         "paths": {*defaults(PathsConfig)},
+        "plan": {*defaults(PlanConfig)},
     }
     source = OmegaConf.get_type(cfg.data)
     declared = defaults(source) if dataclasses.is_dataclass(source) else {}  # empty for a user's data module

@@ -47,7 +47,7 @@ def _rows(page: str, topic: str, names: tuple[str, ...]) -> Iterator[tuple[str, 
     else:
         owner = declared()[group][option]
         base = {"data": DataConfig, "strategy": StrategyConfig}.get(group, object)
-    prefix = "" if group in (JOB, "data") else f"{group}."
+    prefix = "" if group in (JOB, "data", "machine") else f"{group}."
     shared = {field.name: field for field in dataclasses.fields(base)} if dataclasses.is_dataclass(base) else {}
     for field in dataclasses.fields(owner):
         inherited = shared.get(field.name)

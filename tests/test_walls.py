@@ -57,19 +57,28 @@ LIGHT = (
     "gtrain.launch.slot",
     "gtrain.launch.sockets",
     "gtrain.launch.templates",
+    "gtrain.memory.limits",
     "gtrain.messages",
     "gtrain.model.config",
     "gtrain.moved",
     "gtrain.object_store",
+    "gtrain.plan.machine",
     "gtrain.run.runs",
     "gtrain.settings",
     "gtrain.targets",
 )
 """Modules that the command imports before a rank exists; each imports the standard library, hydra and each other."""
-LIGHT_PACKAGES = ("gtrain.data", "gtrain.launch", "gtrain.model", "gtrain.run")  # these import at most gtrain.lazy
+LIGHT_PACKAGES = (
+    "gtrain.data",
+    "gtrain.launch",
+    "gtrain.memory",
+    "gtrain.model",
+    "gtrain.plan",
+    "gtrain.run",
+)  # these import at most gtrain.lazy
 LATE = {
     "gtrain.cli": {"gtrain.cli.entry"},
-    "gtrain.cli.entry": {"gtrain.doctor.packages", "gtrain.doctor.report", "gtrain.wire"},
+    "gtrain.cli.entry": {"gtrain.doctor.packages", "gtrain.doctor.report", "gtrain.plan.command", "gtrain.wire"},
     "gtrain.launch.cuda": {"torch"},
     "gtrain.object_store": {"fsspec.core"},
     "gtrain.launch.interpreter": {"gtrain.kernel_cache"},
@@ -104,6 +113,7 @@ PLUGIN_MAY_USE = (
     "errors",
     "backends",
     "launch.environment",
+    "plan",
     "protocols",
     "launch.job_store",
     "launch.sockets",

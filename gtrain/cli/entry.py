@@ -117,7 +117,9 @@ def main() -> None:
             sys.stdout.flush()
             return
         _typed[:] = arguments
-        _prepare_hydra(sweep=any(a in ("-m", "--multirun", "hydra.mode=MULTIRUN") for a in arguments))
+        # Of several strategies, as each job of a sweep may have another one.
+        several = ("-m", "--multirun", "hydra.mode=MULTIRUN", "verb=plan", "strategy=auto")
+        _prepare_hydra(sweep=any(argument in several for argument in arguments))
         for folder in backends.installed().outdated:
             problem = "gtrain: the .egg-info or .dist-info of an older build, with other strategies, is in"
             print(f"{problem} {folder}\nHINT: delete it; the installed package's strategies are used.", file=sys.stderr)
@@ -280,6 +282,10 @@ def _job(cfg: DictConfig) -> Any:
         shutil.rmtree(hydra_config.sweep.dir, ignore_errors=True)
     overrides = list(hydra_config.overrides.task)
     typed = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
+    if cfg.verb == "plan":
+        from gtrain.plan import command
+
+        return command.run(cfg, overrides, hydra_config.runtime.choices.get("experiment"))
     sweep = hydra_config.mode == RunMode.MULTIRUN
     notice = config.fit_strategy(cfg, typed, sweep=sweep, experiment=hydra_config.runtime.choices.get("experiment"))
     if notice and launchers.is_first():

@@ -18,6 +18,7 @@ from gtrain.data.config import SCHEMAS
 from gtrain.errors import ConfigError
 from gtrain.launch import launchers
 from gtrain.model.config import ModuleConfig, NetworkConfig
+from gtrain.plan.machine import Machine
 from gtrain.settings import as_typed, changed, default_of, limits, setting
 
 JOB = "job"
@@ -36,6 +37,8 @@ def declared() -> dict[str, dict[str, type]]:
         "trainer": {"": config.TrainerConfig},
         "cluster": {"": config.ClusterConfig, "ray": config.RayClusterConfig},
         "paths": {"": config.PathsConfig},
+        "plan": {"": config.PlanConfig},
+        "machine": {"": Machine},
     }
 
 

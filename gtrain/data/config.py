@@ -172,6 +172,24 @@ class RowConfig(DataConfig):
 
 
 @dataclass
+class CountsConfig(DataConfig):
+    """Data of which only the sizes are known, for [`gtrain plan`](plan.md); nothing trains on them."""
+
+    _target_: str = "gtrain.data.sources.counts.CountedData"
+    num_nodes: float = setting(MISSING, "graph nodes, entities, or rows of sparse features", least=1)
+    num_edges: float = setting(0, "directed edges, both directions of an undirected graph", least=0)
+    num_features: int | None = setting(None, "columns of the features; null: nodes have none", least=1)
+    features_per_row: float | None = setting(
+        None, "entries of a row of sparse features that are not 0; null: features are dense", above=0
+    )
+    num_classes: int | None = changed(DataConfig, "num_classes", 2)
+    num_relations: int | None = setting(None, "relations; null: edges have no relation", least=1)
+    num_seeds: float | None = setting(
+        None, "training nodes, or training edges; null: `data.train_fraction` of all", least=1
+    )
+
+
+@dataclass
 class PlantedParameters(DataSettings):
     """The parameters of the random graph of :class:`~gtrain.data.planted.PlantedData`."""
 
@@ -719,6 +737,7 @@ class OGBConfig(DataConfig):
 
 SCHEMAS: dict[str, type[DataConfig]] = {
     "planted": PlantedConfig,
+    "counts": CountsConfig,
     "planetoid": PlanetoidConfig,
     "amazon": AmazonConfig,
     "coauthor": CoauthorConfig,

@@ -50,4 +50,5 @@ backend = Backend(
         "lower model.dimension, model.num_batch_negs or model.num_uniform_negs",
         "start fewer machines' workers on each device",
     ),
+    planner="gtrain_pbg.plan:PbgPlanner",
 )

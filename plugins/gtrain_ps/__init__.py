@@ -55,4 +55,5 @@ backend = Backend(
         ),
         "worker": Role(restarts=lambda cfg: _server_restarts(cfg) if cfg.strategy.rest == "server" else 0),
     },
+    planner="gtrain_ps.plan:PsPlanner",
 )

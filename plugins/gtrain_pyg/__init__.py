@@ -29,4 +29,5 @@ backend = Backend(
         "lower model.hidden_channels or model.num_layers",
         "start fewer ranks on each device",
     ),
+    planner="gtrain_pyg.plan:PygPlanner",
 )

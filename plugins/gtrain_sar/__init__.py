@@ -37,4 +37,5 @@ backend = Backend(
         "set trainer.precision=bf16-mixed",
         "lower model.hidden_channels or model.num_layers",
     ),
+    planner="gtrain_sar.plan:SarPlanner",
 )

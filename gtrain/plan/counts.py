@@ -1,0 +1,164 @@
+"""How many nodes, edges and halo rows the ranks have: counted from a store, or computed from assumptions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from gtrain.graph.owners import count_by_owner
+from gtrain.graph.store import Store
+
+EDGES_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A graph in P parts, one for each rank. Lists have one entry per part.
+
+    Attributes:
+        nodes: nodes that a part owns.
+        edges: directed edges that point at them.
+        seeds: training nodes among them.
+        reads: ``reads[p][q]``, distinct nodes of part q that the edges of part p read: the halo, by owner.
+        targets: ``targets[p][q]``, distinct nodes of part p with an edge from part q.
+        cut: directed edges between parts.
+        origin: a clause that says whether these numbers were counted or assumed.
+        exact: whether they were counted.
+    """
+
+    nodes: list[float]
+    edges: list[float]
+    seeds: list[float]
+    reads: list[list[float]]
+    targets: list[list[float]]
+    cut: float
+    origin: str
+    exact: bool
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @cached_property
+    def halo(self) -> list[float]:
+        """Distinct remote nodes that a part's edges read."""
+        return [sum(row) for row in self.reads]
+
+    @cached_property
+    def served(self) -> list[float]:
+        """Rows that a part sends to its readers for one exchange."""
+        return [sum(row[p] for row in self.reads) for p in range(len(self))]
+
+    @cached_property
+    def remote_targets(self) -> list[list[float]]:
+        """``targets`` without the own part, whose entry is 0."""
+        return [[0 if p == q else count for q, count in enumerate(row)] for p, row in enumerate(self.targets)]
+
+
+def count_parts(store: Store) -> Parts:
+    """Count the parts of a store of a homogeneous graph, by one pass over its edges."""
+    offsets, num_parts = store.offsets, store.num_parts
+    reads, targets, edges = [], [], []
+    for part in range(num_parts):
+        indptr, indices = store.edge("indptr", part), store.edge("indices", part)
+        sources = [chunk.to(torch.int64).unique() for chunk in indices.split(EDGES_AT_ONCE)]
+        distinct = torch.cat(sources).unique() if sources else offsets[:0]
+        row = [float(count) for count in count_by_owner(distinct, offsets)]
+        row[part] = 0.0
+        reads.append(row)
+        edges.append(float(len(indices)))
+        targets.append(_targets_by_owner(indptr, indices, offsets) if num_parts > 1 else [0.0])
+    partition = store.manifest.partition
+    return Parts(
+        [float(count) for count in partition.nodes],
+        edges,
+        [float(count) for count in partition.train_nodes],
+        reads,
+        targets,
+        float(partition.edge_cut),
+        f"counted in the store, which {partition.partitioner} partitioned",
+        True,
+    )
+
+
+def _targets_by_owner(indptr: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> list[float]:
+    """Return for each owner of sources the number of distinct targets that read one of its nodes."""
+    num_parts = len(offsets) - 1
+    # An edge's key is its target and the owner of its source; targets ascend, so keys of chunks share few targets.
+    degrees, start = indptr.diff(), 0
+    target = torch.repeat_interleave(torch.arange(len(degrees)), degrees)
+    keys = []
+    for chunk in indices.split(EDGES_AT_ONCE):
+        owner = torch.searchsorted(offsets, chunk.to(torch.int64), right=True) - 1
+        keys.append((target[start : start + len(chunk)] * num_parts + owner).unique())
+        start += len(chunk)
+    if not keys:
+        return [0.0] * num_parts
+    return [float(n) for n in torch.bincount(torch.cat(keys).unique() % num_parts, minlength=num_parts)]
+
+
+def assume_parts(num_nodes: float, num_edges: float, seeds: float, num_parts: int, cut_share: float) -> Parts:
+    """Compute even parts from the share of the edges that are cut.
+
+    The cut edges of a part start at distinct nodes as balls fall into urns: ``c`` edges that start at ``r`` remote
+    nodes at random read ``r * (1 - exp(-c / r))`` of them. A graph with hubs has a smaller halo.
+    """
+    nodes, edges = num_nodes / num_parts, num_edges / num_parts
+    remote = num_nodes - nodes
+    cut = edges * cut_share if num_parts > 1 else 0.0
+    halo = remote * (1 - math.exp(-cut / remote)) if remote else 0.0
+    others = max(num_parts - 1, 1)
+    by_owner = nodes * (1 - math.exp(-cut / others / nodes))
+    reads, targets = (
+        [[0.0 if p == q else value for q in range(num_parts)] for p in range(num_parts)]
+        for value in (halo / others, by_owner)
+    )
+    origin = (
+        f"assumed: even parts, {cut_share:.0%} of the edges cut, their sources at random"
+        if num_parts > 1
+        else ("given by counts")
+    )
+    each = [1.0] * num_parts
+    return Parts(
+        [nodes * one for one in each],
+        [edges * one for one in each],
+        [seeds / num_parts * one for one in each],
+        reads,
+        targets,
+        cut * num_parts,
+        origin,
+        num_parts == 1,
+    )
+
+
+def count_ranges(store: Store, num_parts: int) -> Parts:
+    """Count the halo of contiguous ranges of a store's nodes, as parts of equal size.
+
+    Within a part of a store neighbours have nearby numbers, so that ranges are a quick cut. A
+    partitioner finds a better one.
+    """
+    share = cut_of_ranges(store, num_parts)
+    parts = assume_parts(store.num_nodes, store.num_edges, store.split_size("train"), num_parts, share)
+    origin = (
+        f"sampled: {share:.1%} of the edges cross {num_parts} ranges of the store's nodes, in {store.num_parts} parts"
+    )
+    return Parts(parts.nodes, parts.edges, parts.seeds, parts.reads, parts.targets, parts.cut, origin, False)
+
+
+def cut_of_ranges(store: Store, num_parts: int, sample: int = 1 << 22) -> float:
+    """Return the share of edges between ranges of equal size of the store's nodes, from a sample of the edges."""
+    crossing = total = 0
+    size = -(-store.num_nodes // num_parts)
+    each = max(sample // store.num_parts, 1)
+    for part in range(store.num_parts):
+        indptr, indices = store.edge("indptr", part), store.edge("indices", part)
+        first = int(store.offsets[part])
+        count = min(each, len(indices))
+        step = max(len(indices) // max(count, 1), 1)
+        positions = torch.arange(0, len(indices), step)
+        target = torch.searchsorted(indptr, positions, right=True) - 1 + first
+        crossing += int((indices[positions].to(torch.int64) // size != target // size).sum())
+        total += len(positions)
+    return crossing / max(total, 1)

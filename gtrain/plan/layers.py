@@ -1,0 +1,152 @@
+"""Formulas of message passing over the nodes and edges of one process, which several backends share.
+
+The numbers of passes over a layer's matrices are those of the layer engine: what it keeps for the backward pass, and
+what is alive at its peak.
+"""
+
+from __future__ import annotations
+
+from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, MEMORY, OVERHEAD, Estimate, NotEstimated, PlannedRun
+from gtrain.plan.workload import ATTENTION, OTHER, Layer
+
+ELEMENT_PASSES = 30
+"""Reads and writes of a hidden layer's result by activation, dropout, bias and their backward passes."""
+BACKWARD_ATTENTION = 1.5
+"""Time of attention's backward pass in forward passes; see docs/benchmarks.md."""
+EDGE_BYTES = 40
+"""Bytes of an edge in memory: its ends as int64, and its int32 numbers by target and by source."""
+OPERATIONS = 60
+"""Operations of torch of a layer in a step, forward and backward, and of Lightning around a step."""
+
+
+def add_time(estimate: Estimate, run: PlannedRun, nodes: float, edges: float, seeds: float, times: float = 1) -> None:
+    """Add the time of the layers' forward and backward pass, and of the optimizer.
+
+    Args:
+        estimate: to which terms are added.
+        run: the run.
+        nodes: nodes that a rank computes.
+        edges: edges that point at them.
+        seeds: nodes of the loss.
+        times: steps in an epoch.
+    """
+    work = run.workload
+    if not work.layers and not work.dense:
+        raise NotEstimated("the model's layers are not known before its data are read")
+    for number, layer in enumerate(work.layers, start=1):
+        add_layer_time(estimate, run, number, layer, nodes, edges, edges, times)
+    if work.dense:
+        estimate.add(
+            ARITHMETIC, "other matrices", "6 * rows * weights * steps / flops",
+            rows=nodes if work.layers else seeds, weights=work.dense, steps=times, flops=run.flops,
+        )  # fmt: skip
+    add_step_time(estimate, run, times)
+
+
+def add_layer_time(
+    estimate: Estimate,
+    run: PlannedRun,
+    number: int,
+    layer: Layer,
+    nodes: float,
+    edges: float,
+    summed: float,
+    times: float = 1,
+) -> None:
+    """Add the time of one layer.
+
+    Args:
+        estimate: to which terms are added.
+        run: the run.
+        number: of the layer, from 1.
+        layer: the layer.
+        nodes: rows that are multiplied.
+        edges: edges whose source rows are read.
+        summed: edges that the backward pass reads.
+        times: steps in an epoch.
+    """
+    passes = 6 if layer.trained_input else 4
+    estimate.add(
+        ARITHMETIC, f"products of layer {number}", "passes * nodes * weights * steps / flops",
+        passes=passes, nodes=nodes, weights=layer.weights, steps=times, flops=run.flops,
+    )  # fmt: skip
+    if layer.kind == ATTENTION:
+        estimate.add(
+            BANDWIDTH, f"attention of layer {number}",
+            "edges * width * item * (1 + backward) * steps / (cores * attention)",
+            edges=edges, width=layer.width, item=run.workload.item, backward=BACKWARD_ATTENTION, steps=times,
+            cores=run.cores, attention=run.machine.attention,
+        )  # fmt: skip
+    elif layer.sums_forward or layer.sums_backward:
+        estimate.add(
+            BANDWIDTH, f"sums of layer {number}",
+            "(forward * edges + backward * summed) * width * item * steps / gather",
+            forward=int(layer.sums_forward), backward=int(layer.sums_backward), edges=edges, summed=summed,
+            width=layer.width, item=run.workload.item, steps=times, gather=run.gather,
+        )  # fmt: skip
+    if number < len(run.workload.layers):
+        estimate.add(
+            BANDWIDTH, f"activation and dropout after layer {number}", "passes * nodes * width * item * steps / stream",
+            passes=ELEMENT_PASSES if run.workload.dropout else ELEMENT_PASSES / 2, nodes=nodes, width=layer.outputs,
+            item=run.workload.item, steps=times, stream=run.stream,
+        )  # fmt: skip
+
+
+def add_step_time(estimate: Estimate, run: PlannedRun, times: float) -> None:
+    """Add the optimizer's time, and that of starting operations."""
+    work = run.workload
+    estimate.add(
+        BANDWIDTH, "optimizer", "(4 + 3 * states) * parameters * item * steps / stream",
+        states=work.states, parameters=work.parameters, item=work.item, steps=times, stream=run.stream,
+    )  # fmt: skip
+    estimate.add(
+        OVERHEAD, "starting operations", "steps * operations * (layers + 2) * dispatch",
+        steps=times, operations=OPERATIONS, layers=len(work.layers), dispatch=run.machine.dispatch,
+    )  # fmt: skip
+
+
+def add_memory(estimate: Estimate, run: PlannedRun, nodes: float, edges: float) -> None:
+    """Add the memory of a full batch: what the layers keep for the backward pass, and what is alive at its peak."""
+    work = run.workload
+    estimate.add(MEMORY, "imports", "imports", imports=run.machine.imports)
+    if edges:
+        estimate.add(MEMORY, "edges", "edges * each", edges=edges, each=EDGE_BYTES)
+    for number, layer in enumerate(work.layers, start=1):
+        add_layer_memory(estimate, run, number, layer, nodes)
+    add_parameters(estimate, run)
+    widest = max([max(layer.width, layer.outputs) for layer in work.layers], default=0)
+    if widest:
+        estimate.add(
+            MEMORY, "gradients at the peak", "2 * nodes * width * item", nodes=nodes, width=widest, item=work.item
+        )
+
+
+def add_layer_memory(estimate: Estimate, run: PlannedRun, number: int, layer: Layer, nodes: float) -> None:
+    """Add what a layer of ``nodes`` rows keeps for the backward pass."""
+    work = run.workload
+    if layer.kind == OTHER:
+        raise NotEstimated(f"no formula covers {layer.name}")
+    if not layer.transforms_first:
+        name = "cached aggregate" if layer.constant else "aggregate"
+        estimate.add(
+            MEMORY, f"{name} of layer {number}", "nodes * inputs * item",
+            nodes=nodes, inputs=layer.inputs, item=work.item,
+        )  # fmt: skip
+    if layer.kind == ATTENTION:
+        estimate.add(
+            MEMORY, f"rows and result of layer {number}", "nodes * (2 * width + 4 * heads) * item",
+            nodes=nodes, width=layer.width, heads=layer.heads, item=work.item,
+        )  # fmt: skip
+    if number < len(work.layers):
+        estimate.add(
+            MEMORY, f"result of layer {number}, and after dropout", "copies * nodes * outputs * item",
+            copies=2 if work.dropout else 1, nodes=nodes, outputs=layer.outputs, item=work.item,
+        )  # fmt: skip
+
+
+def add_parameters(estimate: Estimate, run: PlannedRun) -> None:
+    """Add the memory of parameters, their gradients and the optimizer's states."""
+    estimate.add(
+        MEMORY, "parameters", "(2 + states) * parameters * item",
+        states=run.workload.states, parameters=run.workload.parameters, item=run.workload.item,
+    )  # fmt: skip

@@ -1,0 +1,132 @@
+"""A machine as the formulas see it: cores, memory, and the rates of its arithmetic, memory, disk and network."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gtrain.errors import ConfigError
+from gtrain.memory.limits import usable_memory
+from gtrain.settings import Settings, setting
+
+CALIBRATION = "machine.json"
+
+
+@dataclass
+class Machine(Settings):
+    """One of the machines of a job; ``plan.machine`` names a YAML or JSON file with these keys.
+
+    A key that a file leaves out has the default, which is that of a core of a server of 2021.
+    """
+
+    group: ClassVar[str] = "plan.machine"
+    name: str = setting("assumed", "name in the table")
+    count: int | None = setting(None, "machines; null: `trainer.num_nodes`", least=1)
+    cores: int = setting(1, "cores that the job may use", least=1)
+    memory: float = setting(16e9, "memory that the job may use on the machine", above=0, unit="bytes")
+    flops: float = setting(
+        6e10, "float32 operations of dense products, of one core", above=0, unit="operations per second"
+    )
+    flops_bfloat16: float = setting(1.2e11, "the same in bfloat16", above=0, unit="operations per second")
+    gather: float = setting(1e10, "rows of 1 KiB at random places that one core sums", above=0, unit="bytes per second")
+    stream: float = setting(8e9, "bytes that one core reads and writes in order", above=0, unit="bytes per second")
+    bandwidth: float = setting(1e11, "memory bandwidth of all cores", above=0, unit="bytes per second")
+    attention: float = setting(
+        3e9, "bytes of rows that one core weights by attention and sums", above=0, unit="bytes per second"
+    )
+    sampling: float = setting(
+        1.5e7, "edges that one core samples, with the numbering of their nodes", above=0, unit="edges per second"
+    )
+    dispatch: float = setting(1e-5, "an operation of torch on a tensor of one number", above=0, unit="seconds")
+    disk: float = setting(1e9, "bytes read from or written to the disk of the stores", above=0, unit="bytes per second")
+    link: float = setting(2e9, "bytes between two ranks of the machine", above=0, unit="bytes per second")
+    wake: float = setting(5e-5, "a message without content between two ranks of the machine", above=0, unit="seconds")
+    network: float = setting(1.25e9, "bytes that the machine sends to others", above=0, unit="bytes per second")
+    latency: float = setting(5e-5, "a message without content between two machines", above=0, unit="seconds")
+    imports: float = setting(4e8, "anonymous memory of a process after its imports", above=0, unit="bytes")
+    devices: int = setting(0, "GPUs", least=0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the values by key."""
+        return dataclasses.asdict(self)
+
+
+def load(path: str) -> Machine:
+    """Read a machine from a YAML or JSON file.
+
+    Raises:
+        ConfigError: the file does not exist, has an unknown key, or a value that is not allowed.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(
+            f"plan.machine={path} was set; no such file exists.",
+            hint="name a YAML file with the keys of docs/plan.md, or leave out plan.machine for this machine.",
+        )
+    try:
+        values = OmegaConf.merge(OmegaConf.structured(Machine), OmegaConf.load(path))
+        machine = OmegaConf.to_object(values)
+    except OmegaConfBaseException as error:
+        names = ", ".join(field.name for field in dataclasses.fields(Machine))
+        raise ConfigError(
+            f"plan.machine={path}: {str(error).splitlines()[0]}", hint=f"the keys are {names}."
+        ) from error
+    assert isinstance(machine, Machine)
+    return machine
+
+
+def this_machine() -> Machine:
+    """Return this machine, with the constants that ``gtrain doctor`` measured, or else defaults."""
+    measured = calibration()
+    return Machine(
+        **{
+            **measured,
+            "name": socket.gethostname() + ("" if measured else ", not calibrated"),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory": usable_memory(),
+        }
+    )
+
+
+def calibration() -> dict[str, Any]:
+    """Return the constants that ``gtrain doctor`` measured on this machine, by key; empty if it never ran here."""
+    file = calibration_file()
+    try:
+        content = json.loads(file.read_text()) if file is not None else {}
+    except (OSError, ValueError):
+        return {}
+    known = {field.name for field in dataclasses.fields(Machine)}
+    # A home on a shared disk has the constants of several machines.
+    constants = content.get(socket.gethostname(), {})
+    return {key: value for key, value in constants.items() if key in known}
+
+
+def keep(constants: dict[str, Any]) -> Path | None:
+    """Write measured constants to the user's cache, and return the file; None if the cache is not writable."""
+    file = calibration_file()
+    if file is None:
+        return None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        content = json.loads(file.read_text()) if file.is_file() else {}
+        part = file.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps({**content, socket.gethostname(): constants}, indent=1) + "\n")
+        part.replace(file)
+    except (OSError, ValueError):
+        return None
+    return file
+
+
+def calibration_file() -> Path | None:
+    """Return the file of the constants in the user's cache; None if the user has no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gtrain" / CALIBRATION
+    except RuntimeError:
+        return None

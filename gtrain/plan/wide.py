@@ -1,0 +1,124 @@
+"""Formulas of models without message passing, which backends share: sparse rows, and embeddings."""
+
+from __future__ import annotations
+
+from math import ceil, expm1
+from typing import Any
+
+from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, MEMORY, OVERHEAD, Estimate, NotEstimated, PlannedRun
+from gtrain.plan.workload import WideTable
+
+SPARSE, EMBEDDING = "sparse", "embedding"
+ENTRY_PASSES = 8
+"""Reads and writes of an entry's id while rows are chosen, sorted and grouped."""
+
+
+def steps_of(run: PlannedRun) -> int:
+    """Return the optimizer steps of an epoch."""
+    batch = run.config["data"]["batch_size"]
+    return 1 if batch is None else max(ceil(run.workload.num_seeds / batch), 1)
+
+
+def distinct(entries: float, rows: float) -> float:
+    """Return the expected number of distinct ids among entries that are drawn evenly from the rows of a table."""
+    return -rows * expm1(-entries / rows) if rows else 0.0
+
+
+def add_table_memory(estimate: Estimate, run: PlannedRun, quantity: str, table: WideTable, share: float = 1) -> None:
+    """Add a share of a table with its optimizer's states."""
+    estimate.add(
+        quantity, f"table of {table.name}", "share * rows * dim * (1 + states) * item",
+        share=share, rows=table.rows, dim=table.dim, states=run.workload.table_states, item=run.workload.item,
+    )  # fmt: skip
+
+
+def add_sparse_rows(estimate: Estimate, run: PlannedRun, table: WideTable, seeds: float, share: float) -> None:
+    """Add the time of the products of sparse rows with a table, and of its update.
+
+    Args:
+        estimate: to which terms are added.
+        run: the run.
+        table: the table, or a server's block.
+        seeds: rows of an epoch.
+        share: of the rows' entries that are in this block.
+    """
+    work, steps = run.workload, steps_of(run)
+    entries = seeds * (work.entries or work.num_features) * share
+    estimate.add(
+        BANDWIDTH, "products of sparse rows, forward and backward", "2 * entries * dim * item / gather",
+        entries=entries, dim=table.dim, item=work.item, gather=run.gather,
+    )  # fmt: skip
+    estimate.add(
+        BANDWIDTH, "update of the rows that a step reads", "2 * updates * dim * (1 + states) * item / gather",
+        updates=steps * distinct(entries / steps, table.rows * share), dim=table.dim, states=work.table_states,
+        item=work.item, gather=run.gather,
+    )  # fmt: skip
+
+
+def add_entries(estimate: Estimate, run: PlannedRun, seeds: float) -> None:
+    """Add the time in which rows of sparse features are chosen and grouped."""
+    work = run.workload
+    estimate.add(
+        BANDWIDTH, "choosing and grouping entries", "passes * seeds * entries * (4 + item) / gather",
+        passes=ENTRY_PASSES, seeds=seeds, entries=work.entries or work.num_features, item=work.item, gather=run.gather,
+    )  # fmt: skip
+
+
+def negatives(config: dict[str, Any], entities: float) -> tuple[float, float]:
+    """Return the candidates that each end of an edge is compared with, and the rows that an edge's chunk draws."""
+    model = config["model"]
+    if model["all_negs"]:
+        return entities, 0.0
+    batch, uniform = model["num_batch_negs"], model["num_uniform_negs"]
+    return batch + uniform, uniform / max(batch, 1)
+
+
+def add_edge_scores(estimate: Estimate, run: PlannedRun, edges: float, *, flops: float, fused: bool) -> None:
+    """Add the time of scores of edges and their negatives, and of the updates of the rows that they read.
+
+    Args:
+        estimate: to which terms are added.
+        run: the run.
+        edges: edges of an epoch that a process trains.
+        flops: operations per second of its products.
+        fused: whether a compiled step computes them; otherwise operations of torch, with more passes over scores.
+    """
+    work = run.workload
+    if work.kind != EMBEDDING or not work.tables:
+        raise NotEstimated("no formula covers this model")
+    table, model = work.tables[0], run.config["model"]
+    candidates, drawn = negatives(dict(run.config), table.rows)
+    sides = int(model["head_negs"]) + int(model["tail_negs"])
+    estimate.add(
+        ARITHMETIC, "scores of negatives and their gradients", "6 * edges * sides * candidates * dim / flops",
+        edges=edges, sides=sides, candidates=candidates, dim=table.dim, flops=flops,
+    )  # fmt: skip
+    estimate.add(
+        BANDWIDTH, "losses of the scores", "passes * edges * sides * candidates * item / stream",
+        passes=8 if fused else 24, edges=edges, sides=sides, candidates=candidates, item=work.item, stream=run.stream,
+    )  # fmt: skip
+    estimate.add(
+        BANDWIDTH, "rows of ends and negatives, with updates",
+        "passes * edges * (2 + sides * drawn) * dim * item / gather",
+        passes=8 if fused else 24, edges=edges, sides=sides, drawn=drawn, dim=table.dim, item=work.item,
+        gather=run.gather,
+    )  # fmt: skip
+
+
+def add_batch_scores(estimate: Estimate, run: PlannedRun, edges: float) -> None:
+    """Add the memory of a batch of edges: scores, their gradients, and rows."""
+    work, model = run.workload, run.config["model"]
+    candidates, _ = negatives(dict(run.config), work.tables[0].rows)
+    sides = int(model["head_negs"]) + int(model["tail_negs"])
+    estimate.add(
+        MEMORY, "scores and rows of a batch", "4 * edges * (sides * candidates + 4 * dim) * item",
+        edges=edges, sides=sides, candidates=candidates, dim=work.tables[0].dim, item=work.item,
+    )  # fmt: skip
+
+
+def add_starts(estimate: Estimate, run: PlannedRun, operations: float) -> None:
+    """Add the time of starting the operations of each step."""
+    estimate.add(
+        OVERHEAD, "starting operations", "steps * operations * dispatch",
+        steps=steps_of(run), operations=operations, dispatch=run.machine.dispatch,
+    )  # fmt: skip

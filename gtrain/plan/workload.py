@@ -1,0 +1,300 @@
+"""What is trained: sizes of the data and of the model, as the formulas of backends read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn.conv import GATConv, GCNConv, GraphConv, MessagePassing, SAGEConv
+
+from gtrain.data.module import GraphDataModule
+from gtrain.graph.store import Store
+from gtrain.nn import Table, tables
+from gtrain.plan.counts import Parts, assume_parts, count_parts, count_ranges
+
+LINEAR = "linear"
+"""A weighted sum of source rows, before or after a product with a weight, whichever is narrower."""
+SUM = "sum"
+"""A weighted sum of the layer's inputs."""
+ATTENTION = "attention"
+"""Source rows weighted by attention (GAT)."""
+OTHER = "other"
+_KINDS: dict[type[nn.Module], str] = {SAGEConv: LINEAR, GraphConv: LINEAR, GCNConv: LINEAR, GATConv: ATTENTION}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A message-passing layer.
+
+    Attributes:
+        name: of its class.
+        kind: :data:`LINEAR`, :data:`SUM`, :data:`ATTENTION` or :data:`OTHER`.
+        inputs: columns of its input.
+        outputs: columns of its result.
+        heads: of attention, else 1.
+        weights: numbers in its matrices; each row is multiplied by all of them.
+        constant: whether its input is the same in every step, so that its aggregate is cached.
+        trained_input: whether its input needs a gradient.
+    """
+
+    name: str
+    kind: str
+    inputs: int
+    outputs: int
+    heads: int
+    weights: int
+    constant: bool
+    trained_input: bool
+
+    @property
+    def transforms_first(self) -> bool:
+        """Whether rows are multiplied by the weight before they are summed: the narrower side is summed, and sent."""
+        if self.kind != LINEAR:
+            return self.kind == ATTENTION
+        equal = self.trained_input or self.name == "GCNConv"
+        return self.outputs < self.inputs or (self.outputs == self.inputs and equal)
+
+    @property
+    def width(self) -> int:
+        """Numbers of a source row that an edge reads."""
+        if self.kind == ATTENTION:
+            return self.outputs
+        return self.outputs if self.transforms_first else self.inputs
+
+    @property
+    def sums_forward(self) -> bool:
+        """Whether the forward pass of a step sums rows, which a cached aggregate saves."""
+        return self.transforms_first or not self.constant
+
+    @property
+    def sums_backward(self) -> bool:
+        """Whether gradients go back to the source rows."""
+        return self.transforms_first or self.trained_input
+
+
+@dataclass(frozen=True)
+class WideTable:
+    """A table of :mod:`gtrain.nn`: a row per node or feature.
+
+    Attributes:
+        name: of its rows.
+        rows: their number.
+        dim: columns.
+        by_node: whether rows belong to nodes; else to features.
+    """
+
+    name: str
+    rows: float
+    dim: int
+    by_node: bool
+
+
+@dataclass
+class Workload:
+    """The data and the model of a run.
+
+    Attributes:
+        num_nodes: graph nodes, or rows of a table of features.
+        num_edges: directed edges that carry messages; in a link task those that train.
+        num_seeds: training nodes, or training edges.
+        num_features: columns of the features; 0 without features.
+        entries: entries of a row of the features that are not 0, of sparse features; None: dense.
+        unit_entries: whether all of these entries are 1.
+        num_classes: classes; 0 in a link task.
+        num_relations: relations of a knowledge graph; 0 without.
+        task: ``node`` or ``link``.
+        kind: of the model, see :mod:`gtrain.model.kinds`.
+        layers: its message-passing layers, in order.
+        dense: numbers in the matrices of its other layers, which each node (or seed) is multiplied by.
+        parameters: numbers in all parameters but those of tables.
+        states: numbers that the optimizer keeps for each parameter.
+        table_states: the same of the optimizer of tables.
+        tables: its tables.
+        dropout: whether layers drop elements.
+        heterogeneous: whether the graph has several types.
+        item: bytes of a number.
+        store: the store that was counted; None: the data were given by counts.
+        stores: all stores of the data that exist, in any number of parts.
+        cut_share: the assumed share of the edges that are cut, where none can be counted.
+    """
+
+    num_nodes: float
+    num_edges: float
+    num_seeds: float
+    num_features: int = 0
+    entries: float | None = None
+    unit_entries: bool = False
+    num_classes: int = 0
+    num_relations: int = 0
+    task: str = "node"
+    kind: str | None = None
+    layers: tuple[Layer, ...] = ()
+    dense: int = 0
+    parameters: int = 0
+    states: int = 2
+    table_states: int = 2
+    tables: tuple[WideTable, ...] = ()
+    dropout: bool = True
+    heterogeneous: bool = False
+    item: int = 4
+    store: Store | None = None
+    cut_share: float = 0.25
+    stores: Sequence[Store] = ()
+    _parts: dict[int, Parts] = field(default_factory=dict)
+
+    def parts(self, count: int) -> Parts:
+        """Return the graph in a number of parts, counted if the store has them."""
+        if count not in self._parts:
+            self._parts[count] = self._count(count)
+        return self._parts[count]
+
+    def _count(self, count: int) -> Parts:
+        if self.store is None or self.store.is_hetero:
+            return assume_parts(self.num_nodes, self.num_edges, self.num_seeds, count, self.cut_share)
+        exact = next((store for store in (self.store, *self.stores) if store.num_parts == count), None)
+        return count_ranges(self.store, count) if exact is None else count_parts(exact)
+
+    @property
+    def feature_bytes(self) -> float:
+        """Bytes of a node's features; entries that are not 0 have a column number."""
+        return self.num_features * self.item if self.entries is None else self.entries * (self.item + 4)
+
+
+def describe(
+    config: Mapping[str, Any], data: GraphDataModule, model: pl.LightningModule | None, kind: str | None, cut: float
+) -> Workload:
+    """Return the workload of a composed configuration.
+
+    Args:
+        config: the resolved configuration.
+        data: the DataModule. Its store is counted if it exists; else its outline must have the true numbers.
+        model: the sketch of the model; None if it cannot be built without the graph.
+        kind: of the model.
+        cut: see :attr:`Workload.cut_share`.
+    """
+    store = data.open_store() if data.has_store or (data.store_path / "manifest.json").is_file() else None
+    facts = dict(store.facts if store is not None else data.outline or {})
+    nodes, features = facts["num_nodes"], facts["num_features"]
+    num_nodes = sum(nodes.values()) if isinstance(nodes, dict) else nodes
+    num_edges = store.num_edges if store is not None else facts["num_edges"]
+    precision = str(config["trainer"]["precision"])
+    width = max((count or 0 for count in features.values()), default=0) if isinstance(features, dict) else features or 0
+    sketched = _layers(model, config, bool(features) and not facts.get("sparse_features")) if model is not None else ()
+    inner = {id(p) for layer in _convolutions(model) for p in layer.parameters()}
+    found = tuple(tables(model)) if model is not None else ()
+    wide = {id(p) for _, table in found for p in table.parameters()}
+    plain = [p for p in model.parameters() if id(p) not in wide] if model is not None else []
+    return Workload(
+        num_nodes,
+        num_edges,
+        data.num_seeds("train") if store is not None else facts["num_seeds"],
+        width,
+        _entries(store, facts),
+        _unit_entries(store),
+        facts.get("num_classes") or 0,
+        facts.get("num_relations") or 0,
+        data.task,
+        kind,
+        sketched,
+        sum(p.numel() for p in plain if p.dim() >= 2 and id(p) not in inner),
+        sum(p.numel() for p in plain if not isinstance(p, nn.UninitializedParameter)),
+        _states(config["model"].get("optimizer")),
+        _states(_sparse_optimizer(config)),
+        tuple(_table(table, num_nodes, width) for _, table in found),
+        float(config["model"].get("dropout") or 0) > 0,
+        store.is_hetero if store is not None else isinstance(nodes, dict),
+        8 if precision.startswith("64") else 4,
+        store,
+        cut,
+    )
+
+
+def _convolutions(model: nn.Module | None) -> list[MessagePassing]:
+    return [] if model is None else [layer for layer in model.modules() if isinstance(layer, MessagePassing)]
+
+
+def _layers(model: nn.Module, config: Mapping[str, Any], dense: bool) -> tuple[Layer, ...]:
+    """Return the model's convolutions.
+
+    Args:
+        model: the sketch.
+        config: the configuration.
+        dense: whether the network reads dense features of the data directly.
+    """
+    layers = []
+    for number, conv in enumerate(_convolutions(model)):
+        matrices = [p for p in conv.parameters() if not isinstance(p, nn.UninitializedParameter) and p.dim() == 2]
+        inputs, outputs, heads = _widths(conv, matrices)
+        reads_data = number == 0 and dense
+        layers.append(
+            Layer(
+                type(conv).__name__,
+                _kind(conv),
+                inputs,
+                outputs,
+                heads,
+                sum(p.numel() for p in matrices),
+                reads_data and not config["model"].get("input_dropout"),
+                not reads_data,
+            )
+        )
+    return tuple(layers)
+
+
+def _widths(conv: MessagePassing, matrices: Sequence[Tensor]) -> tuple[int, int, int]:
+    """Return the columns of a convolution's input and result, and its heads."""
+    heads = int(getattr(conv, "heads", 1))
+    inputs = getattr(conv, "in_channels", None)
+    if inputs is None:  # GIN has a network of its own
+        return (int(matrices[0].size(1)), int(matrices[-1].size(0)), heads) if matrices else (0, 0, heads)
+    return int(inputs[0] if isinstance(inputs, tuple) else inputs), int(conv.out_channels) * heads, heads
+
+
+def _kind(conv: MessagePassing) -> str:
+    reduce = getattr(conv.aggr_module, "__class__", type(None)).__name__
+    if reduce not in ("SumAggregation", "MeanAggregation"):
+        return OTHER
+    return _KINDS.get(type(conv), SUM if type(conv).__name__ == "GINConv" else OTHER)
+
+
+def _sparse_optimizer(config: Mapping[str, Any]) -> Any:
+    """Return the settings of the optimizer of tables."""
+    own = config["model"].get("sparse_optimizer") or {}
+    return own if own.get("_target_") else config["model"].get("optimizer")
+
+
+def _states(optimizer: Any) -> int:
+    """Return the numbers that an optimizer keeps for each parameter; one for each row does not count."""
+    name = str((optimizer or {}).get("_target_")).rpartition(".")[2]
+    return {"SGD": 0, "Adagrad": 1, "RowwiseAdagrad": 0}.get(name, 2)
+
+
+def _table(table: Table, num_nodes: float, num_features: int) -> WideTable:
+    """Describe a table; a sketch of a large graph has fewer rows than the graph."""
+    spec, by_node = table.table, table.table.ids != "feature"
+    rows = num_nodes if by_node and spec.name == "node" else max(spec.rows, 0 if by_node else num_features)
+    return WideTable(spec.name, rows, spec.dim, by_node)
+
+
+def _entries(store: Store | None, facts: Mapping[str, Any]) -> float | None:
+    """Return the mean number of entries of a row of sparse or compressed features; None for dense features."""
+    if store is None:
+        return facts.get("features_per_row") if facts.get("sparse_features") else None
+    specs = [spec.tensors["x"] for spec in store.manifest.node_types.values() if "x" in spec.tensors]
+    if not specs or any(spec.nnz is None for spec in specs):
+        return None
+    return sum(spec.nnz or 0 for spec in specs) / max(sum(spec.shape[0] for spec in specs), 1)
+
+
+def _unit_entries(store: Store | None) -> bool:
+    """Return whether all entries of sparse features are 1, by those of the first part; for counts they are."""
+    if store is None:
+        return True
+    if store.is_hetero or "x" not in store.node_tensors():
+        return False
+    x = store.node("x", 0)
+    return x.layout == torch.sparse_csr and bool((x.values() == 1).all())

@@ -1,0 +1,97 @@
+"""What a run of ``strategy=pbg`` costs: partitions in memory and on disk, and buckets of edges."""
+
+from __future__ import annotations
+
+from gtrain.plan import wide
+from gtrain.plan.estimate import (
+    DISK,
+    DISK_TIME,
+    MEMORY,
+    NETWORK,
+    OVERHEAD,
+    SENT,
+    SERVER_MEMORY,
+    Estimate,
+    NotEstimated,
+    PlannedRun,
+    Planner,
+)
+
+_HIDDEN = 0.9  # of partitions read ahead and written behind: docs/benchmarks.md
+_SLOTS_OF_SEVERAL = 3
+_EDGE_BYTES = 24  # ends, relation and position of an edge of the bucket that is trained, and its shuffled copy
+_STEP_OPERATIONS = 20
+
+
+class PbgPlanner(Planner):
+    """The formulas of embeddings in buckets."""
+
+    def estimate(self, run: PlannedRun) -> Estimate:
+        work, settings = run.workload, run.settings
+        if work.kind != wide.EMBEDDING or not work.tables:
+            raise NotEstimated("the model's tables are not known before its data are read")
+        machines, workers = int(run.config["trainer"]["num_nodes"]), int(run.config["trainer"]["devices"])
+        table, partitions = work.tables[0], int(settings["num_partitions"])
+        default = partitions if machines == 1 else _SLOTS_OF_SEVERAL
+        slots = min(settings["buffer_partitions"] or default, partitions)
+        estimate, edges = Estimate(hidden=_HIDDEN), work.num_seeds / run.ranks
+        estimate.add(MEMORY, "imports", "imports", imports=run.machine.imports)
+        estimate.add(
+            MEMORY, "partitions in memory", "slots * rows / partitions * (dim + 1) * item",
+            slots=slots, rows=table.rows, partitions=partitions, dim=table.dim, item=work.item,
+        )  # fmt: skip
+        estimate.add(
+            MEMORY, "edges of a bucket", "edges / partitions ** 2 * each",
+            edges=work.num_edges, partitions=partitions, each=_EDGE_BYTES,
+        )  # fmt: skip
+        matmul = str(settings["matmul"])
+        fast = matmul in ("bfloat16", "int8") or (
+            matmul == "auto" and run.machine.flops_bfloat16 > run.machine.flops and table.dim >= 32
+        )
+        flops = run.cores * (run.machine.flops_bfloat16 if fast else run.machine.flops)
+        wide.add_edge_scores(estimate, run, edges, flops=flops, fused=True)
+        batch = run.config["data"]["batch_size"] or work.num_seeds
+        estimate.add(
+            OVERHEAD, "starting steps", "edges / batch * operations * dispatch",
+            edges=edges, batch=min(batch, edges), operations=_STEP_OPERATIONS, dispatch=run.machine.dispatch,
+        )  # fmt: skip
+        if slots < partitions:
+            self._swaps(estimate, run, partitions, slots, machines)
+        if run.ranks > machines > 0 and workers > 1:
+            estimate.assumptions.append("workers of a machine share its tables, which are counted in each of them")
+        return estimate
+
+    def _swaps(self, estimate: Estimate, run: PlannedRun, partitions: int, slots: int, machines: int) -> None:
+        """Add the partitions that a machine reads and writes in an epoch: about one for each bucket."""
+        work, table = run.workload, run.workload.tables[0]
+        # Each pair of partitions meets; a bucket that shares a partition with the last one needs one other. Its
+        # mirror needs none, and partitions that stay in further slots save their share.
+        swaps = (
+            partitions
+            * (partitions - 1)
+            / 2
+            / machines
+            * (1 - (slots - 2) / partitions)
+            * int(run.settings["num_edge_chunks"])
+        )
+        estimate.assumptions.append("a swap of partitions for each pair of them, as with bucket_order=affinity")
+        numbers = {
+            "swaps": swaps,
+            "rows": table.rows,
+            "partitions": partitions,
+            "dim": table.dim,
+            "item": work.item,
+        }
+        size = "swaps * rows / partitions * (dim + 1) * item"
+        if machines == 1:
+            estimate.add(
+                DISK, "partitions and those being written", "rows * (dim + 1) * item * (1 + 2 / partitions)",
+                rows=table.rows, dim=table.dim, item=work.item, partitions=partitions,
+            )  # fmt: skip
+            estimate.add(
+                DISK_TIME, "partitions read and written", f"2 * {size} / disk", **numbers, disk=run.machine.disk
+            )
+            return
+        estimate.add(SENT, "partitions", size, **numbers)
+        estimate.add(NETWORK, "partitions in both directions", f"2 * {size} / link", **numbers, link=run.link)
+        estimate.add(SERVER_MEMORY, "imports", "imports", imports=run.machine.imports)

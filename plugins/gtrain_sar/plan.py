@@ -1,0 +1,137 @@
+"""What a run of ``strategy=sar`` costs: a part of the graph for each rank, and halo rows between them.
+
+A rank sends the rows that others read in the forward pass, and the gradients of the rows that it reads in the backward
+pass; :mod:`gtrain.engine` decides which rows of a layer travel, and how wide they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gtrain.plan import layers
+from gtrain.plan.counts import Parts
+from gtrain.plan.estimate import BANDWIDTH, MEMORY, NETWORK, SENT, Estimate, NotEstimated, PlannedRun, Planner
+from gtrain.plan.workload import ATTENTION, OTHER, Layer
+from gtrain_sar.config import MODES
+
+_HIDDEN = 0.65  # of the computation behind transfers, measured: docs/benchmarks.md
+_SCALARS, _ANSWERED = 2, 1  # numbers per head beside a target's gradient, and in the answer of a source's owner
+
+
+class SarPlanner(Planner):
+    """The formulas of sharded full batches, in three modes."""
+
+    def variants(self, config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        first = int(config["strategy"]["mode"])
+        return [{"mode": mode} for mode in sorted(MODES, key=lambda mode: mode != first)]
+
+    def estimate(self, run: PlannedRun) -> Estimate:
+        work = run.workload
+        if work.heterogeneous:
+            raise NotEstimated("no formula covers graphs with several types")
+        if not work.layers:
+            raise NotEstimated("the model's layers are not known before its data are read")
+        parts = work.parts(run.ranks)
+        estimate = Estimate(hidden=_HIDDEN)
+        if not parts.exact:
+            estimate.assumptions.append(f"parts are {parts.origin}")
+        nodes, edges = max(parts.nodes), max(parts.edges)
+        layers.add_memory(estimate, run, nodes, edges)
+        layers.add_time(estimate, run, nodes, edges, max(parts.seeds))
+        if run.ranks > 1:
+            # The rank that sends most; the backward pass sends what the forward pass receives.
+            rank = max(range(run.ranks), key=lambda p: parts.halo[p] + parts.served[p])
+            for number, layer in enumerate(work.layers, start=1):
+                _add_bytes(estimate, run, parts, rank, number, layer)
+                _add_halo_memory(estimate, run, parts, rank, number, layer)
+            estimate.add(SENT, "sum of gradients", "parameters * item", parameters=work.parameters, item=work.item)
+            sent = estimate.total(SENT)
+            estimate.add(NETWORK, "transfer", "sent / link", sent=sent, link=run.link)
+            exchanges = 2 * len(work.layers) * (run.ranks - 1) + 2 * (run.ranks - 1)
+            estimate.add(
+                NETWORK, "waiting for first bytes", "messages * latency", messages=exchanges, latency=run.latency
+            )
+            estimate.add(BANDWIDTH, "packing and adding rows", "4 * sent / stream", sent=sent, stream=run.stream)
+        return estimate
+
+
+def _add_bytes(estimate: Estimate, run: PlannedRun, parts: Parts, rank: int, number: int, layer: Layer) -> None:
+    """Add the bytes that a rank sends for one layer."""
+    item = _item(run, layer)
+    served, halo = parts.served[rank], parts.halo[rank]
+    if layer.kind == ATTENTION:
+        _add_attention_bytes(estimate, run, parts, rank, number, layer)
+        return
+    if layer.kind == OTHER:
+        raise NotEstimated(f"no formula covers {layer.name}")
+    if layer.sums_forward:
+        estimate.add(
+            SENT, f"rows of layer {number}", "served * width * item", served=served, width=layer.width, item=item
+        )
+    else:
+        estimate.add(
+            SENT, f"constant inputs of layer {number}, once in all epochs", "served * width * item / epochs",
+            served=served, width=layer.width, item=item, epochs=_epochs(run),
+        )  # fmt: skip
+    if layer.sums_backward:
+        estimate.add(
+            SENT, f"gradients of layer {number}", "halo * width * item", halo=halo, width=layer.width, item=item
+        )
+
+
+def _add_attention_bytes(
+    estimate: Estimate, run: PlannedRun, parts: Parts, rank: int, number: int, layer: Layer
+) -> None:
+    """Add the bytes of an attention layer, whose backward pass runs at the sources' owners if that sends less."""
+    item, mode = _item(run, layer), int(run.settings["mode"])
+    served, halo = parts.served[rank], parts.halo[rank]
+    estimate.add(
+        SENT, f"rows and logits of layer {number}", "served * (width + heads) * item",
+        served=served, width=layer.width, heads=layer.heads, item=item,
+    )  # fmt: skip
+    targets = parts.remote_targets
+    over_halo = sum(map(sum, targets)) / max(sum(parts.halo), 1)
+    if over_halo <= (2 if mode == 1 else 1):
+        estimate.add(
+            SENT, f"gradients of targets of layer {number}", "targets * (width + scalars * heads) * item",
+            targets=sum(targets[rank]), width=layer.width, scalars=_SCALARS, heads=layer.heads, item=item,
+        )  # fmt: skip
+        estimate.add(
+            SENT, f"answers to targets of layer {number}", "answered * scalars * heads * item",
+            answered=sum(row[rank] for row in targets), scalars=_ANSWERED, heads=layer.heads, item=item,
+        )  # fmt: skip
+        return
+    if mode == 1:
+        estimate.add(
+            SENT, f"rows and logits of layer {number}, again", "served * (width + heads) * item",
+            served=served, width=layer.width, heads=layer.heads, item=item,
+        )  # fmt: skip
+    estimate.add(
+        SENT, f"gradients of layer {number}", "halo * (width + heads) * item",
+        halo=halo, width=layer.width, heads=layer.heads, item=item,
+    )  # fmt: skip
+
+
+def _add_halo_memory(estimate: Estimate, run: PlannedRun, parts: Parts, rank: int, number: int, layer: Layer) -> None:
+    """Add the rows in flight of the widest layer, and those that modes 2 and 3 keep of others."""
+    work, mode = run.workload, int(run.settings["mode"])
+    if number != max(range(1, len(work.layers) + 1), key=lambda k: work.layers[k - 1].width):
+        return
+    ahead = run.ranks - 1 if mode != 1 else min(run.ranks - 1, 1 + int(run.settings["prefetch"]))
+    estimate.add(
+        MEMORY, "halo rows in flight", "(halo + served) * width * item * blocks / others",
+        halo=parts.halo[rank], served=parts.served[rank], width=layer.width, item=_item(run, layer), blocks=ahead,
+        others=run.ranks - 1,
+    )  # fmt: skip
+
+
+def _item(run: PlannedRun, layer: Layer) -> int:
+    """Return the bytes of a number that travels."""
+    halves = str(run.config["trainer"]["precision"]).startswith("bf16") and layer.kind != ATTENTION
+    return 2 if halves or run.settings["wire_dtype"] == "bfloat16" else run.workload.item
+
+
+def _epochs(run: PlannedRun) -> int:
+    epochs = run.config["trainer"]["max_epochs"]
+    return max(epochs or 1, 1)

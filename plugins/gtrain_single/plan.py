@@ -1,0 +1,27 @@
+"""What a run of ``strategy=single`` costs: the whole graph in one process."""
+
+from __future__ import annotations
+
+from gtrain.plan import layers, wide
+from gtrain.plan.estimate import MEMORY, Estimate, PlannedRun, Planner
+
+
+class SinglePlanner(Planner):
+    """The formulas of one process on all data."""
+
+    def estimate(self, run: PlannedRun) -> Estimate:
+        work, steps = run.workload, wide.steps_of(run)
+        estimate = Estimate()
+        layers.add_memory(estimate, run, work.num_nodes, work.num_edges)
+        for table in work.tables:
+            wide.add_table_memory(estimate, run, MEMORY, table)
+        if work.kind == wide.EMBEDDING:
+            wide.add_edge_scores(estimate, run, work.num_seeds, flops=run.flops, fused=False)
+            wide.add_batch_scores(estimate, run, work.num_seeds / steps)
+            wide.add_starts(estimate, run, 4 * layers.OPERATIONS)
+            return estimate
+        if work.kind == wide.SPARSE:
+            wide.add_entries(estimate, run, work.num_seeds)
+            wide.add_sparse_rows(estimate, run, work.tables[0], work.num_seeds, 1.0)
+        layers.add_time(estimate, run, work.num_nodes, work.num_edges, work.num_seeds / steps, steps)
+        return estimate

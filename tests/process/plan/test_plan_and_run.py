@@ -1,0 +1,41 @@
+"""``gtrain plan`` against the runs that it plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+from helpers import ok, summary
+
+DATA = ("data=planted", "data.num_nodes=2000", "data.num_edges=24000", "data.num_features=24")
+RUN = ("trainer.max_epochs=3", "logger=none", "trainer.enable_progress_bar=false", "trainer.num_nodes=2")
+
+
+def planned(folder: Path, *overrides: str) -> dict[str, Any]:
+    """``plan.json`` of these settings, with its rows by title."""
+    ok(forked.gtrain("plan", *overrides, "hydra.run.dir=planned", cwd=folder))
+    plan = json.loads((folder / "planned" / "plan.json").read_text())
+    names = [" ".join([row["strategy"], *map(str, row["variant"].values())]) for row in plan["rows"]]
+    return {**plan, "rows": dict(zip(names, plan["rows"], strict=True))}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ("model=sage", "model.num_layers=3"),
+        pytest.param(("model=gcn",), marks=pytest.mark.slow),
+        pytest.param(("model=gat", "model.input_dropout=0"), marks=pytest.mark.slow),
+        pytest.param(("model=gin",), marks=pytest.mark.slow),
+    ],
+    ids=lambda model: model[0],
+)
+def test_sar_sends_the_planned_bytes(model: tuple[str, ...], tmp_path: Path) -> None:
+    row = planned(tmp_path, *DATA, *model, *RUN)["rows"]["sar 1"]
+    ok(forked.gtrain("strategy=sar", *DATA, *model, *RUN, "hydra.run.dir=run", cwd=tmp_path))
+    ranks = summary(tmp_path / "run")["ranks"]
+    most = max(rank["bytes_sent"] for rank in ranks) / 3
+    assert row["sent_bytes_per_epoch"] == pytest.approx(most, rel=0.02)
+    assert row["memory_bytes"] == pytest.approx(max(rank["peak_anonymous_bytes"] for rank in ranks), rel=0.2)
