@@ -73,11 +73,12 @@ class DataConfig(DataSettings):
     normalize_features: bool = setting(False, "scale each row of the features to sum to 1")
     feature_layout: str = setting(
         "auto",
-        "how dense features are stored and multiplied, see [features that are mostly 0]"
+        "how the features of a graph are stored and multiplied, see [features that are mostly 0]"
         "(data.md#features-that-are-mostly-0)",
         words={
-            "auto": "in CSR form if at most one element in eight is not 0, as in bags of words",
+            "auto": "as a dense matrix, in CSR form if at most one element in eight is not 0, as in bags of words",
             "dense": "as a dense matrix",
+            "sparse": "as a sparse matrix, which a first layer of its own reads",
         },
     )
     seed: int = setting(

@@ -20,6 +20,7 @@ from gtrain.data.batches.loader import SeedLoader, has_split, num_link_seeds
 from gtrain.data.batches.sampling import Sampling
 from gtrain.data.config import DataConfig
 from gtrain.data.prepare import Graph, Names, Preparation, cut, describe, group, prepare_graph
+from gtrain.data.prepare.layout import expected_facts, lay_out
 from gtrain.data.prepare.split import SplitOptions
 from gtrain.data.prepare.validate import weight_facts
 from gtrain.data.schema import DataSchema, move_unpartitioned
@@ -53,6 +54,8 @@ OUTLINE: dict[str, Any] = {
 }
 """The outline of a graph with dense features and labels; see :attr:`GraphDataModule.outline`."""
 SPARSE_OUTLINE = {**OUTLINE, "sparse_features": True}
+BAGS = {"features": "bags"}
+"""In the identity of sources whose sparse features earlier releases stored for a first layer of their own."""
 TRIPLES_OUTLINE = {**OUTLINE, "num_features": None, "num_classes": None, "num_relations": 2}
 EVENTS_OUTLINE = {**TRIPLES_OUTLINE, "num_relations": None}
 _SCALARS = (bool, int, float, str)
@@ -95,6 +98,8 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
     outline: Mapping[str, Any] | None = None
     """Facts that determine the shape of a model, if the source knows them before it reads the graph. Sizes may be
     placeholders."""
+    sparse_rows: ClassVar[bool] = False
+    """Whether the data are rows of sparse features without edges, which are sparse whatever ``feature_layout`` is."""
     edge_buckets: bool = False
     """Whether the store also holds the edges grouped by pairs of parts, for strategies that train in buckets."""
     parts_key: str = "data.num_parts"
@@ -457,10 +462,10 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
 
     def _options(self) -> dict[str, Any]:
         """Return the options that the store's contents depend on, besides the raw data and the partitioning."""
-        dense = self.settings.feature_layout == "dense"
+        layout = self.settings.feature_layout
         return {
             **({"buckets": True} if self.edge_buckets else {}),
-            **({"feature_layout": "dense"} if dense else {}),
+            **({} if layout == "auto" else {"feature_layout": layout}),
             "name": self.name,
             "normalize_features": self.normalize_features,
             "unlabelled": self.unlabelled,
@@ -473,6 +478,11 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
     def _groups_nodes(self, method: str) -> bool:
         """Whether neighbours get nearby numbers within a part; edge buckets need the source data's order."""
         return method in ORDERING and self.num_parts > 1 and not self.edge_buckets
+
+    @property
+    def expected_facts(self) -> dict[str, Any] | None:
+        """:attr:`outline` with the layout of features that is set; None if the source knows nothing before it reads."""
+        return None if self.outline is None else expected_facts(self.outline, self.settings.feature_layout)
 
     @property
     def _no_label(self) -> int | None:
@@ -496,6 +506,8 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
             check_installed(self.partitioner)
         log.info("reading %s", self.name)
         graph = self.read()
+        if not self.sparse_rows:
+            lay_out(graph, self.settings.feature_layout)
         options = (self._no_label, self.num_classes, self.normalize_features, self.origin)
         facts = prepare_graph(graph, Preparation(self.task, self.target, self.split, *options))
         facts |= weight_facts(graph, self.origin) | self.extra_facts()

@@ -1,7 +1,7 @@
 """A sketch of a job's model, built before the data are read, for preflight checks and the data preparation.
 
 A sketch is built like a rank's model, but its tables have no rows. The sizes come from the store if it exists, else
-from the source's outline of its graph (:attr:`gtrain.data.module.GraphDataModule.outline`).
+from what the source expects of its graph (:attr:`gtrain.data.module.GraphDataModule.expected_facts`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ModelSketch:
     def __init__(self, config: dict[str, Any], data: GraphDataModule) -> None:
         self._config, self._data = config, data
         self._store = _open(data)
-        facts = dict(self._store.facts) if self._store is not None else data.outline
+        facts = dict(self._store.facts) if self._store is not None else data.expected_facts
         self.certain = facts is not None and not facts.get("features")  # no entity type has bags of features
         self.sized = self._store is not None and self.certain and _count(facts or {}) <= _MANY
         self.model = self._make_model(dict(facts or {}))

@@ -138,8 +138,8 @@ class PsStrategy(RestartingStrategy):
         if not any(True for _ in tables(module)):
             raise ConfigError(
                 f"strategy=ps stores tables of gtrain.nn on servers; {type(module).__name__} has none.",
-                hint="choose a model with a SparseLinear or an Embedding (model=sparse, model=kg, or sparse features), "
-                "or strategy=single.",
+                hint="choose a model with a SparseLinear or an Embedding: model=sparse, model=kg, a graph model with "
+                "data.feature_layout=sparse or without features (model.learn_features=true); or strategy=single.",
             )
         if self.fitting:
             assert isinstance(module, pl.LightningModule)

@@ -56,6 +56,7 @@ class PlantedSparseData(PlantedSource[SparseModel, PlantedSparseConfig]):
 
     name = "planted_sparse"
     outline = SPARSE_OUTLINE
+    sparse_rows = True
 
     def read(self) -> Data:
         """Generate the rows."""

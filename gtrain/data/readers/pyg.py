@@ -8,7 +8,7 @@ import io
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch_geometric.io import npz
 from gtrain.data.readers.unpickling import plain_pickles
 from gtrain.errors import ConfigError, DataError, GtrainError
 from gtrain.graph.store.tables import csr_tensor
-from gtrain.nn.compressed import CompressedMatrix
 from gtrain.nn.csr import Csr
 
 
@@ -139,18 +138,11 @@ def _cut_by_masks(edges: Any, rows: int) -> None:
 
 
 @contextlib.contextmanager
-def compressed_bags() -> Iterator[Callable[[Data | HeteroData], None]]:
-    """Keep the bags of words of ``.npz`` files in CSR form while PyG reads them; PyG makes them dense.
-
-    Yields:
-        A function that replaces the features of a graph that was read meanwhile by a
-        :class:`~gtrain.nn.compressed.CompressedMatrix`.
-    """
-    original, count = npz.parse_npz, 0
+def sparse_bags() -> Iterator[None]:
+    """Let PyG read the bags of words of ``.npz`` files as sparse CSR tensors; alone, it makes them dense."""
+    original = npz.parse_npz
 
     def parse(file: Any, to_undirected: bool = True) -> Data:
-        nonlocal count
-        count += 1
         # PyG's code parses the edges and labels; a matrix without columns takes no memory.
         empty = {name: file[f"attr_{name}"][:0] for name in ("data", "indices")}
         rows, columns = (int(size) for size in file["attr_shape"])
@@ -161,16 +153,9 @@ def compressed_bags() -> Iterator[Callable[[Data | HeteroData], None]]:
         data.x = _bags(Csr(indices, counts, indptr), columns)
         return data
 
-    def finish(graph: Data | HeteroData) -> None:
-        for nodes in graph.node_stores if count else ():
-            if isinstance(x := nodes.get("x"), Tensor) and x.layout == torch.sparse_csr:
-                values = None if bool((x.values() == 1).all()) else x.values()
-                rows = Csr(x.col_indices().int(), values, x.crow_indices())
-                nodes["x"] = CompressedMatrix(rows, x.size(1), x.dtype)
-
     npz.parse_npz = parse
     try:
-        yield finish
+        yield
     finally:
         npz.parse_npz = original
 

@@ -23,6 +23,7 @@ class RowData(GraphDataModule[S]):
     """Rows of sparse features with labels, from files that train (``path``) and files that test (``test_path``)."""
 
     outline = SPARSE_OUTLINE
+    sparse_rows = True
 
     def public_identity(self) -> list[Any] | None:
         """Return what the public split depends on; None for other splits."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 
 from gtrain.data.config import HeCoConfig
-from gtrain.data.module import OUTLINE, GraphDataModule, file_stamp, known_name
+from gtrain.data.module import BAGS, OUTLINE, GraphDataModule, file_stamp, known_name
 from gtrain.data.readers.files import candidates, first_true, numpy_reason
 from gtrain.data.readers.number_table import read_table
 from gtrain.errors import DataError
@@ -73,20 +73,20 @@ class HeCoData(GraphDataModule[HeCoConfig]):
         path = self._find()
         files = [path] if path.is_file() else sorted([*path.glob("*.txt"), *path.glob("*.np[yz]")])
         per_class = self.settings.per_class if self.split.kind == "public" else None
-        return {"dataset": self._dataset, "files": [file_stamp(file) for file in files], "per_class": per_class}
+        return {"dataset": self._dataset, "files": [file_stamp(file) for file in files], "per_class": per_class, **BAGS}
 
     @property
     def outline(self) -> dict[str, Any]:  # type: ignore[override]
         """The types of the data set; the names of the arrays determine which have features."""
         types, names = self._types.types, array_names(self._find())
-        sparse = [node_type for letter, node_type in types.items() if f"{letter}_feat" in names]
+        featured = [node_type for letter, node_type in types.items() if f"{letter}_feat" in names]
         ends = [(types[edge[0]], types[edge[1]]) for edge in self._types.edges]
         return {
             **OUTLINE,
             "num_nodes": dict.fromkeys(types.values(), OUTLINE["num_nodes"]),
             # 16 is a placeholder: before the files are read, only None or not None is known.
-            "num_features": {node_type: 16 if node_type in sparse else None for node_type in types.values()},
-            "sparse_features": sparse,
+            "num_features": {node_type: 16 if node_type in featured else None for node_type in types.values()},
+            "sparse_features": [],
             "target": self._types.labelled,
             "edge_types": tuple(pair for a, b in ends for pair in ((a, "to", b), (b, "to", a))),
         }

@@ -21,7 +21,7 @@ from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
 from gtrain.data.config import MusaeConfig
-from gtrain.data.module import SPARSE_OUTLINE, GraphDataModule, file_stamp
+from gtrain.data.module import BAGS, OUTLINE, GraphDataModule, file_stamp
 from gtrain.data.readers.files import Ints, candidates, first_true
 from gtrain.data.readers.number_table import read_table
 from gtrain.errors import DataError
@@ -47,7 +47,7 @@ class MusaeData(GraphDataModule[MusaeConfig]):
     Its settings are those of :class:`~gtrain.data.config.MusaeConfig`.
     """
 
-    outline = SPARSE_OUTLINE
+    outline = OUTLINE
 
     def __init__(self, settings: MusaeConfig | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
@@ -55,7 +55,7 @@ class MusaeData(GraphDataModule[MusaeConfig]):
 
     def identity(self) -> dict[str, Any]:
         """Return the stamps of the files, and the column of labels."""
-        return {**{role: file_stamp(file) for role, file in self._find().items()}, "label": self.settings.label}
+        return {**{role: file_stamp(file) for role, file in self._find().items()}, "label": self.settings.label, **BAGS}
 
     def check_files(self) -> None:
         """Refuse missing files, and a missing column of labels."""

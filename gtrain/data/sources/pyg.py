@@ -17,7 +17,7 @@ from torch_geometric.data import Data, Dataset, HeteroData
 
 from gtrain.data.config import AmazonConfig, CoauthorConfig, DataConfig, HeterophilousConfig, PlanetoidConfig, PyGConfig
 from gtrain.data.module import OUTLINE, GraphDataModule, S, file_stamp, known_name, log
-from gtrain.data.readers.pyg import MissingFiles, compressed_bags, construct, download, mirror, probe, tidy_graph
+from gtrain.data.readers.pyg import MissingFiles, construct, download, mirror, probe, sparse_bags, tidy_graph
 from gtrain.data.readers.unpickling import plain_pickles
 from gtrain.errors import ConfigError, DataError, GtrainError
 from gtrain.graph.store.lock import file_lock
@@ -90,10 +90,8 @@ class PyGData(GraphDataModule[S]):
         with tempfile.TemporaryDirectory(prefix="gtrain-") as scratch:
             mirror(folder, Path(scratch), skip=self.store)
             try:
-                with plain_pickles(scratch), compressed_bags() as finish:
-                    graph = _single_graph(construct(self._class, scratch, self.options), self.name)
-                    finish(graph)
-                    return graph
+                with plain_pickles(scratch), sparse_bags():
+                    return _single_graph(construct(self._class, scratch, self.options), self.name)
             except GtrainError:
                 raise
             except Exception as err:

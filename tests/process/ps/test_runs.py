@@ -37,7 +37,13 @@ def losses(run: Path, name: str = "train/loss") -> list[float]:
 @pytest.mark.slow
 def test_sparse_features_before_a_gcn_train_as_on_one_process(real_data: Callable[[str], Path], tmp_path: Path) -> None:
     """Facebook Page-Page; every worker has the whole graph, and a share of the seeds."""
-    data = ("data=musae", f"data.root={real_data('musae')}", "data.num_parts=1", "data.partitioner=random")
+    data = (
+        "data=musae",
+        f"data.root={real_data('musae')}",
+        "data.num_parts=1",
+        "data.partitioner=random",
+        "data.feature_layout=sparse",
+    )
     model = ("model=gcn", "model.hidden_channels=8", "model.dropout=0.5", "trainer.max_epochs=3", "callbacks=none")
     arguments = (*data, *model, *PLAIN, "trainer.precision=64-true")
     wide = ("model.sparse_optimizer={_target_:gtrain.nn.Adagrad,lr:0.05}",)

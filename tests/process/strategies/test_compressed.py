@@ -66,8 +66,43 @@ def test_sampled_batches(sweep: Sweep, bags: list[str]) -> None:
         assert losses(run) == pytest.approx(losses(dense), rel=1e-10)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "sar", "pyg"])
+def test_bags_of_several_node_types(sweep: Sweep, real_data: Callable[[str], Path], strategy: str) -> None:
+    """ACM: two of the three types have bags, whose layers are the linear ones of dense features."""
+    arguments = ["data=heco", f"data.root={real_data('hetero')}", "model=hetero_sage", "model.hidden_channels=8"]
+    (dense,) = sweep("strategy=single", "strategy.layers=plain", "data.feature_layout=dense", *arguments, name="dense")
+    ranks = [] if strategy == "single" else ["trainer.num_nodes=2"]
+    all_neighbours = ["data.num_neighbors=[-1,-1]"] if strategy == "pyg" else []
+    (run,) = sweep(f"strategy={strategy}", *ranks, *all_neighbours, *arguments, name="bags")
+    assert losses(run) == pytest.approx(losses(dense), rel=1e-10)
+
+
+@pytest.mark.slow
+def test_bags_of_a_social_network(sweep: Sweep, real_data: Callable[[str], Path]) -> None:
+    arguments = ["data=musae", f"data.root={real_data('musae')}", "model=sage", "model.hidden_channels=8"]
+    (dense,) = sweep("strategy=single", "data.feature_layout=dense", *arguments, name="dense")
+    (run,) = sweep("strategy=single", *arguments, name="bags")
+    assert losses(run) == pytest.approx(losses(dense), rel=1e-10)
+
+
 def test_a_model_of_sparse_rows_on_parameter_servers(sweep: Sweep, bags: list[str]) -> None:
     arguments = [*bags, "model=sparse", "data.batch_size=30"]
     (dense,) = sweep("strategy=single", "data.feature_layout=dense", *arguments, name="dense")
     for run in sweep("strategy=single", *arguments, name="single") + sweep("strategy=ps", *arguments, name="ps"):
         assert losses(run) == pytest.approx(losses(dense), rel=1e-10)
+
+
+def test_a_graph_with_a_layer_of_sparse_features_on_parameter_servers(sweep: Sweep, bags: list[str]) -> None:
+    optimizer = "model.sparse_optimizer={_target_:gtrain.nn.Adagrad,lr:0.05}"
+    arguments = [
+        *bags,
+        "model=gcn",
+        "model.hidden_channels=8",
+        "data.feature_layout=sparse",
+        "data.num_parts=1",
+        optimizer,
+    ]
+    (single,) = sweep("strategy=single", *arguments, name="single")
+    (served,) = sweep("strategy=ps", *arguments, name="ps")
+    assert losses(served) == pytest.approx(losses(single), rel=1e-10)

@@ -21,6 +21,7 @@ from hydra.utils import get_class
 
 from gtrain.data.config import SCHEMAS
 from gtrain.data.module import GraphDataModule
+from gtrain.data.prepare.layout import expected_facts, lay_out
 from gtrain.data.prepare.validate import validate_graph
 from gtrain.data.sources.biggraph import BigGraphData
 from gtrain.data.sources.dgl_partition import DGLPartitionData
@@ -143,12 +144,14 @@ SOURCES: dict[str, Make] = {
 }
 
 
-def check(module: GraphDataModule) -> None:
+def check(module: GraphDataModule, layout: str = "auto") -> None:
     """Compare the outline, made while nothing may be read, with the facts of the graph that is read after that."""
     module.check_inputs()
-    outline = dict(module.outline or {})
+    outline = expected_facts(module.outline or {}, layout)
     graph = module.read()
     assert not isinstance(graph, EdgeArrays)
+    if not module.sparse_rows:
+        lay_out(graph, layout)
     facts = validate_graph(graph, unlabelled=module.unlabelled) | module.extra_facts()
     facts["target"] = facts.get("target") if module.task == "node" else None
     assert form(outline) == form(facts)
@@ -159,6 +162,11 @@ def check(module: GraphDataModule) -> None:
 @pytest.mark.parametrize("source", SOURCES)
 def test_an_outline_has_the_form_of_the_graph(source: str, tmp_path: Path) -> None:
     check(SOURCES[source](tmp_path))
+
+
+@pytest.mark.parametrize("source", ["heco", "musae", "edges", "parquet", "biggraph"])
+def test_an_outline_of_sparse_features(source: str, tmp_path: Path) -> None:
+    check(SOURCES[source](tmp_path), "sparse")
 
 
 @pytest.mark.parametrize("hetero", [False, True])
