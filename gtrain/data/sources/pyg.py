@@ -17,6 +17,7 @@ from torch_geometric.data import Data, Dataset, HeteroData
 
 from gtrain.data.config import AmazonConfig, CoauthorConfig, DataConfig, HeterophilousConfig, PlanetoidConfig, PyGConfig
 from gtrain.data.module import OUTLINE, GraphDataModule, S, file_stamp, known_name, log
+from gtrain.data.prepare.layout import lay_out
 from gtrain.data.readers.pyg import MissingFiles, construct, download, mirror, probe, sparse_bags, tidy_graph
 from gtrain.data.readers.unpickling import plain_pickles
 from gtrain.errors import ConfigError, DataError, GtrainError
@@ -91,7 +92,9 @@ class PyGData(GraphDataModule[S]):
             mirror(folder, Path(scratch), skip=self.store)
             try:
                 with plain_pickles(scratch), sparse_bags():
-                    return _single_graph(construct(self._class, scratch, self.options), self.name)
+                    graph = _single_graph(construct(self._class, scratch, self.options), self.name)
+                lay_out(graph, "auto")  # rows of a CompressedMatrix can be selected
+                return graph
             except GtrainError:
                 raise
             except Exception as err:
