@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch_geometric.nn.conv import GATConv, GraphConv, MessagePassing, SAGEConv
 
 from gtrain.engine.attention.fused import AttentionBackward, AttentionSettings, attention_blocks, row_dots
+from gtrain.engine.bipartite import bipartite_layer
 from gtrain.engine.constants import Constants
 from gtrain.engine.edges import EdgeBlocks
 from gtrain.engine.halo import incremental
@@ -28,7 +29,7 @@ from gtrain.engine.propagate_call import reduction
 from gtrain.engine.schedule import Schedule
 from gtrain.nn.compressed import CompressedMatrix, is_compressed, with_gradient
 from gtrain.nn.depth import meters
-from gtrain.nn.dropout import Mask
+from gtrain.nn.dropout import Mask, TypeTag
 
 Layers = tuple[Tensor, Tensor | None, Tensor]
 """W_l [out, in], b [out] or None, W_r [out, in]."""
@@ -462,12 +463,18 @@ class FusedLayers:
         schedule: when blocks are fetched.
         constants: inputs that never change.
         blocks: returns the blocks of edges for ``edge_index``, the number of sources and the number of targets.
+        whole: whether all sources are nodes of this process; layers between two sets of nodes are then replaced too.
     """
 
     def __init__(
-        self, schedule: Schedule, constants: Constants, blocks: Callable[[Tensor, int, int], EdgeBlocks]
+        self,
+        schedule: Schedule,
+        constants: Constants,
+        blocks: Callable[[Tensor, int, int], EdgeBlocks],
+        *,
+        whole: bool = False,
     ) -> None:
-        self._schedule, self._constants, self._blocks = schedule, constants, blocks
+        self._schedule, self._constants, self._blocks, self._whole = schedule, constants, blocks, whole
 
     def forward_of(self, conv: MessagePassing) -> Callable[..., Any] | None:
         """Return the replacement of ``conv.forward``; None if its class is not known."""
@@ -482,10 +489,13 @@ class FusedLayers:
         arguments = _signature(original).bind(conv, *args, **kwargs).arguments
         x, edge_index = with_gradient(arguments.pop("x")), arguments.pop("edge_index")
         del arguments["self"]
-        nodes = _sources_and_targets(x)
-        if nodes is not None and type(edge_index) is Tensor and not has_hooks(conv):
-            options = {name: value for name, value in arguments.items() if value is not None}
-            out = layer(conv, *nodes, edge_index, **options)
+        options = {name: value for name, value in arguments.items() if value is not None}
+        if type(edge_index) is Tensor and not has_hooks(conv):
+            nodes, out = _sources_and_targets(x), None
+            if nodes is not None:
+                out = layer(conv, *nodes, edge_index, **options)
+            elif self._whole and type(conv) in _SAGE and _is_dense_pair(x) and not options:
+                out = self._between(conv, x[0], x[1], edge_index)
             if out is not None:
                 return count_hop(conv, out)
         return original(conv, *args, **kwargs)
@@ -499,18 +509,23 @@ class FusedLayers:
         edge_weight: Tensor | None = None,
         **options: Any,
     ) -> Tensor | None:
-        names = _SAGE[type(conv)]
-        left = plain_linear(conv, names[0])
-        root = plain_linear(conv, names[1]) if getattr(conv, "root_weight", True) else None
-        reduce = reduction(conv)
+        layers, reduce = _sage_layers(conv), reduction(conv)
         learned_weight = edge_weight is not None and (edge_weight.requires_grad or edge_weight.dim() != 1)
-        if left is None or root is None or reduce not in ("sum", "mean") or options or learned_weight:
-            return None
-        if getattr(conv, "project", False):
+        if layers is None or reduce not in ("sum", "mean") or options or learned_weight:
             return None
         blocks = self._blocks(edge_index, len(x), num_targets)
-        layers = (left.weight, left.bias, root.weight)
         out = sage_layer(blocks, x, edge_index, edge_weight, reduce == "mean", layers, self._schedule, self._constants)
+        return nn.functional.normalize(out, p=2.0, dim=-1) if getattr(conv, "normalize", False) else out
+
+    def _between(self, conv: MessagePassing, x: Tensor, targets: Tensor, edge_index: Tensor) -> Tensor | None:
+        """A layer of GraphSAGE or GraphConv whose targets are other nodes than its sources."""
+        layers, reduce = _sage_layers(conv), reduction(conv)
+        if layers is None or reduce not in ("sum", "mean") or self._constants.caches(x, edge_index):
+            return None
+        blocks, (outputs, inputs) = self._blocks(edge_index, len(x), len(targets)), layers[0].shape
+        before = len(x) * inputs * outputs + _SUM_COST * blocks.num_edges * outputs
+        after = len(targets) * inputs * outputs + _SUM_COST * blocks.num_edges * inputs
+        out = bipartite_layer(blocks, x, targets, reduce == "mean", layers, transforms_first=before < after)
         return nn.functional.normalize(out, p=2.0, dim=-1) if getattr(conv, "normalize", False) else out
 
     def _gat(self, conv: Any, x: Tensor, num_targets: int, edge_index: Tensor, **options: Any) -> Tensor | None:
@@ -534,6 +549,24 @@ class FusedLayers:
             out = out.view(len(out), conv.heads, -1).mean(1)
         out = out if residual is None else out + residual
         return out if fused_bias is not None or conv.bias is None else out + conv.bias
+
+
+def _sage_layers(conv: MessagePassing) -> Layers | None:
+    """Return the dense part of a layer of GraphSAGE or GraphConv; None where it computes more."""
+    left, root = (plain_linear(conv, name, may_be_tagged=True) for name in _SAGE[type(conv)])
+    if left is None or root is None or not getattr(conv, "root_weight", True) or getattr(conv, "project", False):
+        return None
+    return left.weight, left.bias, root.weight
+
+
+def _is_dense_pair(x: Any) -> bool:
+    """Whether the input of a layer is a pair of dense matrices."""
+    return (
+        isinstance(x, tuple)
+        and len(x) == 2
+        and all(isinstance(end, Tensor) and not isinstance(end, CompressedMatrix) for end in x)
+        and all(end.dim() == 2 and end.is_floating_point() and end.dtype == x[0].dtype for end in x)
+    )
 
 
 @functools.cache
@@ -583,11 +616,15 @@ def count_hop(conv: MessagePassing, out: Tensor) -> Tensor:
     return out
 
 
-def plain_linear(conv: nn.Module, name: str) -> Any:
-    """Return a linear layer of ``conv`` if its weight and bias are all that it computes with; else None."""
+def plain_linear(conv: nn.Module, name: str, *, may_be_tagged: bool = False) -> Any:
+    """Return a linear layer of ``conv`` if its weight and bias are all that it computes with; else None.
+
+    A caller that computes the whole layer accepts hooks that only note the node type of the linear layer's result.
+    """
     layer = getattr(conv, name, None)
     weight = getattr(layer, "weight", None)
     if not isinstance(layer, nn.Module) or not isinstance(weight, Tensor) or weight.dim() != 2:
         return None
     lazy = isinstance(weight, nn.parameter.UninitializedParameter)
-    return None if lazy or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks else layer
+    observed = any(not (may_be_tagged and isinstance(hook, TypeTag)) for hook in layer._forward_hooks.values())
+    return None if lazy or observed or layer._forward_pre_hooks or layer._backward_hooks else layer

@@ -68,7 +68,9 @@ class LocalEngine:
         self._convs: set[nn.Module] = set()
         self._propagation = Propagation(_SCHEDULE, self._constants, self._patches.add, AsWritten())
         # Of a whole graph, GAT computes its transformed rows again: one product for a matrix as large as the result.
-        self._fused = FusedLayers(Schedule(mode=1) if constant else _SCHEDULE, self._constants, self._blocks)
+        self._fused = FusedLayers(
+            Schedule(mode=1) if constant else _SCHEDULE, self._constants, self._blocks, whole=True
+        )
 
     def runs(self, conv: nn.Module) -> bool:
         """Whether the engine takes the calls of a convolution."""

@@ -420,7 +420,8 @@ class ExactDropout:
         self._tokens.clear()
         if rows.node_types and not self._type_hooks:
             self._type_hooks = [
-                layer.register_forward_hook(self._tag, with_kwargs=True).remove for layer in self._module.modules()
+                layer.register_forward_hook(TypeTag(self._tag), with_kwargs=True).remove
+                for layer in self._module.modules()
             ]
 
     def add_edges(self, edge_index: Tensor) -> None:
@@ -604,6 +605,17 @@ class ExactDropout:
             types = [name for t in reversed(tensors) if (name := _type_of(t, self._step)) is not None]
             if types:
                 _types(out.grad_fn)[out.output_nr] = types[0]
+
+
+@dataclass(frozen=True)
+class TypeTag:
+    """A hook that notes which node type the rows of a layer's result have, and changes nothing."""
+
+    note: Callable[..., None]
+
+    def __call__(self, *args: Any) -> None:
+        """Note it."""
+        self.note(*args)
 
 
 def _draw_token() -> int:

@@ -61,7 +61,8 @@ def as_numpy(value: Any) -> Any:
         return type(value)(*map(as_numpy, value))
     if not isinstance(value, Tensor):
         return value
-    dense = value.detach().contiguous()
+    # An operation of torch takes a microsecond or two, as long as a small block.
+    dense = (value.detach() if value.requires_grad else value).contiguous()
     return (dense.view(torch.uint16) if dense.dtype == torch.bfloat16 else dense).numpy()
 
 

@@ -12,25 +12,28 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
-from torch_geometric.nn import GAT, GCN, GraphSAGE
+from torch_geometric.nn import GAT, GCN, GraphSAGE, RGCNConv
 
-from gtrain.engine import blocks, linear
+from gtrain.engine import bipartite, blocks, linear, relations
 from gtrain.engine.attention import fused
 from gtrain.engine.local import LocalEngine
 from gtrain.model.inputs import targets_only
+from gtrain.model.relational import HeteroSAGE
+from gtrain.nn.relational import IdRGCNConv
 
 NODES, EDGES, IN, HIDDEN, OUT = 300, 9000, 24, 32, 5
 
 
 class Allocated(TorchDispatchMode):
-    """The largest result of an operation, in numbers."""
+    """The largest result of an operation, in numbers, and the number of operations that are not views."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0
+        self.largest = self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.operations += not func.is_view
         tensors = (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point())
         self.largest = max(self.largest, *(tensor.numel() for tensor in tensors), 0)
         return out
@@ -48,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    for module in (linear, blocks, fused):
+    for module in (linear, blocks, fused, bipartite, relations):
         for name in ("spmm", "sddmm", "attention_forward", "attention_backward", "extreme_forward", "extreme_backward"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
@@ -107,3 +110,48 @@ def test_products_of_a_sampled_batch_are_those_of_the_rows_that_the_next_layer_r
     # of the input
     layers = 2 * 2 * (70 * IN * HIDDEN * 2 + 10 * HIDDEN * OUT * 3)
     assert 0.5 * layers < counter.get_total_flops() <= layers
+
+
+@pytest.mark.parametrize("relations_", [3, 30])
+def test_sums_of_relations_do_not_grow_with_their_number(
+    relations_: int, engine: LocalEngine, calls: Counter[str]
+) -> None:
+    edge_index, edge_type = torch.randint(0, NODES, (2, EDGES)), torch.arange(EDGES) % relations_
+    network = nn.ModuleList([IdRGCNConv(NODES, IN, relations_), RGCNConv(IN, OUT, relations_)])
+    engine.install(network)
+    ids = torch.arange(NODES)
+
+    def run() -> None:
+        network[1](network[0](ids, edge_index, edge_type), edge_index, edge_type).square().sum().backward()
+
+    run()
+    calls.clear()
+    with Allocated() as allocated:
+        run()
+    # over ids: a sum, and its gradient; over features: sums into pairs and by target, and one gradient
+    assert calls == {"spmm": 5}
+    # products of a relation: forward, for its weight and for the rows; PyG takes some twenty operations more for each
+    assert allocated.operations <= 70 + 3 * relations_
+    # nothing has a row for each relation and node but the learned rows themselves
+    assert allocated.largest <= max(EDGES * IN, relations_ * NODES * IN)
+
+
+def test_operations_of_a_layer_over_edge_types(engine: LocalEngine, calls: Counter[str]) -> None:
+    types = [("a", "to", "b"), ("b", "to", "a"), ("b", "to", "b"), ("c", "to", "b")]
+    network = HeteroSAGE(IN, OUT, types, num_layers=2)
+    x = {name: torch.randn(NODES, IN, requires_grad=True) for name in "abc"}
+    edges = {each: torch.randint(0, NODES, (2, EDGES)) for each in types}
+
+    def count() -> int:
+        sum(out.square().sum() for out in network(x, edges).values()).backward()  # type: ignore[union-attr]
+        calls.clear()
+        with Allocated() as allocated:
+            sum(out.square().sum() for out in network(x, edges).values()).backward()  # type: ignore[union-attr]
+        return allocated.operations
+
+    plain = count()
+    engine.install(network)
+    compiled = count()
+    # a sum and its gradient for each edge type and layer
+    assert calls == {"spmm": 16}
+    assert compiled < 0.75 * plain

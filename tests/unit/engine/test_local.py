@@ -263,6 +263,38 @@ def test_other_targets_than_sources(engine: LocalEngine) -> None:
     torch.testing.assert_close(conv(x, edges)["b"], expected, rtol=1e-10, atol=1e-10)
 
 
+BETWEEN: dict[str, Callable[[], MessagePassing]] = {
+    "sage": lambda: SAGEConv((IN, 6), 5),
+    "sage, wider": lambda: SAGEConv((IN, 6), 40),
+    "sage of sums, normalised": lambda: SAGEConv((IN, 6), 5, aggr="sum", normalize=True, bias=False),
+    "graph": lambda: GraphConv((IN, 6), 5),
+    "graph of means": lambda: GraphConv((IN, 6), 12, aggr="mean"),
+}
+
+
+@pytest.mark.parametrize("targets", [20, 3000])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_a_layer_between_two_sets_of_nodes_is_one_function(name: str, targets: int, engine: LocalEngine) -> None:
+    """With many targets, rows are multiplied before they are summed."""
+    conv, data = BETWEEN[name]().double(), graph()
+    edges = torch.stack([data["edge_index"][0], torch.randint(0, targets, (EDGES,))])
+    other = torch.randn(targets, 6, dtype=torch.float64)
+
+    def run() -> tuple[str, list[Tensor | None]]:
+        conv.zero_grad()
+        ends = data["x"].clone().requires_grad_(), other.clone().requires_grad_()
+        out: Tensor = conv(ends, edges)
+        out.square().sum().backward()
+        return type(out.grad_fn).__name__, [out.detach(), *(p.grad for p in (*ends, *conv.parameters()))]
+
+    _, expected = run()
+    expected = [None if each is None else each.clone() for each in expected]
+    engine.install(conv)
+    function, actual = run()
+    assert_equal(actual, expected)
+    assert function == "_BipartiteBackward" or "normalised" in name
+
+
 def test_a_subclass_and_a_class_that_it_does_not_know_stay_as_they_are(engine: LocalEngine) -> None:
     class Mine(SAGEConv):
         """May compute anything."""
