@@ -32,9 +32,12 @@ VERBS = {
     "serve": "start one server of role= by hand, at cluster.rendezvous=",
     "key": "make the file cluster.key_file=, with which a job's processes authenticate each other on a network",
     "explain": "print what settings mean: explain KEY, GROUP=OPTION or GROUP, as data.split, strategy=single, trainer",
+    "report": "write an HTML page of a run, or a comparison: report RUN... [output=FILE] [files=svg]",
     "doctor": "print the capabilities and problems of this machine and installation (format=json for programs)",
 }
 
+VERBS_WITH_WORDS = ("explain", "report")
+"""Verbs that are followed by words: topics, or folders of runs."""
 
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 """Keyword arguments of Hydra's entry points; releases after 1.3 deprecate the keyword and always behave so."""
@@ -82,6 +85,7 @@ class JobConfig(Settings):
     )
     explain: bool = setting(False, "`plan`: print the formulas with their numbers")
     embeddings: bool = setting(False, "`predict`: write the input of the network's last layer instead of scores")
+    report: bool = setting(False, "`train`, `test`: write [the report](report.md) of the run at its end")
 
 
 @dataclass

@@ -63,6 +63,7 @@ LIGHT = (
     "gtrain.moved",
     "gtrain.object_store",
     "gtrain.plan.machine",
+    "gtrain.record.events",
     "gtrain.run.runs",
     "gtrain.settings",
     "gtrain.targets",
@@ -74,11 +75,18 @@ LIGHT_PACKAGES = (
     "gtrain.memory",
     "gtrain.model",
     "gtrain.plan",
+    "gtrain.record",
     "gtrain.run",
 )  # these import at most gtrain.lazy
 LATE = {
     "gtrain.cli": {"gtrain.cli.entry"},
-    "gtrain.cli.entry": {"gtrain.doctor.packages", "gtrain.doctor.report", "gtrain.plan.command", "gtrain.wire"},
+    "gtrain.cli.entry": {
+        "gtrain.doctor.packages",
+        "gtrain.doctor.report",
+        "gtrain.plan.command",
+        "gtrain.reporting.command",
+        "gtrain.wire",
+    },
     "gtrain.launch.cuda": {"torch"},
     "gtrain.object_store": {"fsspec.core"},
     "gtrain.launch.interpreter": {"gtrain.kernel_cache"},

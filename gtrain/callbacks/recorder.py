@@ -1,4 +1,4 @@
-"""Record the metrics and times of each epoch, for ``summary.json``."""
+"""Record the metrics and times of each epoch, for ``summary.json`` and for the record of the run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from lightning.pytorch.callbacks import Callback
 from gtrain.callbacks.metrics_file import MetricsFile
 from gtrain.errors import DataError
 from gtrain.launch import slot as slots
-from gtrain.strategy.counters import Counters, cpu_seconds
+from gtrain.record.process_log import ProcessLog
+from gtrain.strategy.base import GraphStrategy
+from gtrain.strategy.counters import Counters, anonymous_bytes, cpu_seconds
+from gtrain.strategy.servers import Traffic
 
 
 class RunRecorder(Callback):
     """Records the time and the metrics of each epoch; times and counters exclude evaluation.
 
     If ``train/loss`` is NaN or inf, the run ends, and the checkpoint of the previous epoch stays the last.
+
+    Args:
+        counters: of this rank.
+        log: receives a row per epoch, and the progress within long epochs; None: nobody does.
 
     Attributes:
         epoch_seconds: wall seconds of each epoch's training.
@@ -28,8 +35,8 @@ class RunRecorder(Callback):
         cpu_seconds: CPU seconds of this rank in training epochs.
     """
 
-    def __init__(self, counters: Counters) -> None:
-        self.counters = counters
+    def __init__(self, counters: Counters, log: ProcessLog | None = None) -> None:
+        self.counters, self._log = counters, log or ProcessLog(None)
         self.epoch_seconds: list[float] = []
         self.history: list[dict[str, Any]] = []
         self.epoch_of: dict[str, int] = {}
@@ -37,6 +44,10 @@ class RunRecorder(Callback):
         self.cpu_seconds = 0.0
         self._elapsed = 0.0
         self._started_at: tuple[float, float] | None = None
+        self._fetch_seconds = 0.0  # of the epoch: the main thread waits for batches, and for nothing else
+        self._fetching: tuple[float, float] | None = None
+        self._counts = _counts(counters, self.cpu_seconds)  # at the end of the last epoch
+        self._traffic: Traffic = {}
 
     def restart_state(self) -> dict[str, Any]:
         """Return the state of a rank that is restarted during a run, as plain values."""
@@ -47,6 +58,7 @@ class RunRecorder(Callback):
         """Restore :meth:`restart_state`; the time of the interrupted epoch restarts at 0."""
         self.epoch_seconds, self.history = list(state["epoch_seconds"]), list(state["history"])
         self.epoch_of, self.cpu_seconds = dict(state["epoch_of"]), state["cpu_seconds"]
+        self._counts = _counts(self.counters, self.cpu_seconds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a checkpoint."""
@@ -64,24 +76,37 @@ class RunRecorder(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, MetricsFile):
                 logger.restore(trainer.global_step)
+        self._log.write("fit", first_epoch=trainer.current_epoch, max_epochs=trainer.max_epochs)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
         if self._started_at is None:  # resumed within an epoch
             self._resume()
+        self._stop_fetching()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        self._start_fetching()
+        if self._log.is_due("step"):
+            batches = trainer.num_training_batches
+            step = {"epoch": trainer.current_epoch, "batch": trainer.fit_loop.batch_idx + 1}
+            self._log.write("step", **step, batches=int(batches) if math.isfinite(batches) else None)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._elapsed = 0.0
+        self._elapsed = self._fetch_seconds = 0.0
         self._resume()
+        self._start_fetching()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop_fetching()
         self._pause()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validated = self._validated or not trainer.sanity_checking
         if trainer.training and not trainer.sanity_checking and self._elapsed:
             self._resume()
+            self._start_fetching()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop_fetching()
         self._pause()
         self.epoch_seconds.append(self._elapsed)
         # reading metrics computes them, which is collective: every rank reads them, here only
@@ -91,6 +116,7 @@ class RunRecorder(Callback):
             metrics = {name: value for name, value in metrics.items() if not name.startswith(("val/", "val_"))}
         self._validated = False
         self.history.append({"epoch": trainer.current_epoch, **metrics})
+        self._log_epoch(trainer, metrics)
         self.epoch_of |= dict.fromkeys(metrics, trainer.current_epoch)
         if not math.isfinite(metrics.get("train/loss", 0.0)):
             # Stop before the checkpoint of this epoch is written.
@@ -102,6 +128,45 @@ class RunRecorder(Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pause()
+        self._log.write("fitted")
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._log.write("failure", **slots.describe(exception))
+
+    def _log_epoch(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+        """Write this rank's row of the epoch: how its time divides, and what it sent, since the last epoch's end."""
+        counts, before = _counts(self.counters, self.cpu_seconds), self._counts
+        self._counts = counts
+        spent = {name: value - before[name] for name, value in counts.items()}
+        bound = None if self.counters.bound_bytes is None else spent.pop("bound")
+        reading = spent["reading"] + self._fetch_seconds
+        computing = self._elapsed - reading - spent["waiting"] - spent["sending"]
+        strategy, servers = trainer.strategy, {}
+        if isinstance(strategy, GraphStrategy) and slots.roster().counts:
+            traffic = dict(strategy.servers.traffic)
+            servers = {
+                name: [now - then for now, then in zip(both, self._traffic.get(name, (0, 0)), strict=True)]
+                for name, both in traffic.items()
+            }
+            self._traffic = traffic
+        row: dict[str, Any] = {**spent, "reading": reading, "computing": max(computing, 0.0), "bound": bound}
+        row |= {"epoch": trainer.current_epoch, "seconds": self._elapsed, "anonymous": anonymous_bytes()}
+        row |= {"servers": servers} if servers else {}
+        self._log.write("epoch", **row, **({"metrics": metrics} if trainer.is_global_zero else {}))
+
+    def _start_fetching(self) -> None:
+        if self._started_at is not None:
+            self._fetching = time.perf_counter(), self._busy_seconds()
+
+    def _stop_fetching(self) -> None:
+        if self._fetching is not None:
+            start, busy = self._fetching
+            spent = time.perf_counter() - start - (self._busy_seconds() - busy)
+            self._fetch_seconds, self._fetching = self._fetch_seconds + max(spent, 0.0), None
+
+    def _busy_seconds(self) -> float:
+        """Return the time that the counters assign to the main thread so far."""
+        return self.counters.blocked_seconds + self.counters.read_seconds + self.counters.send_seconds
 
     def _resume(self) -> None:
         self.counters.start()
@@ -114,3 +179,18 @@ class RunRecorder(Callback):
             self._elapsed += time.perf_counter() - wall
             self.cpu_seconds += cpu_seconds() - cpu
             self._started_at = None
+
+
+def _counts(counters: Counters, cpu: float) -> dict[str, float]:
+    """Return the sums so far whose differences make the row of an epoch."""
+    return {
+        "waiting": counters.blocked_seconds,
+        "reading": counters.read_seconds,
+        "sending": counters.send_seconds,
+        "wait_seconds": counters.wait_seconds,
+        "comm_seconds": counters.comm_seconds,
+        "cpu_seconds": cpu,
+        "bytes_sent": counters.bytes_sent,
+        "bytes_received": counters.bytes_received,
+        "bound": counters.bound_bytes or 0,
+    }

@@ -36,6 +36,7 @@ from gtrain.launch import launchers
 from gtrain.launch.launchers.manual import Manual
 from gtrain.launch.request import JobRequest
 from gtrain.object_store import refuse_address
+from gtrain.record import events
 from gtrain.run import runs
 
 _typed: list[str] = []
@@ -60,6 +61,11 @@ class RunFolder(Callback):
             _lock_folder(config, Path(config.hydra.run.dir))
         except ConfigError as error:
             _exit_with(str(error), 1)
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """Write the comparison of the sweep's runs."""
+        with _reporting(Path(config.hydra.sweep.dir), config.report and config.verb in events.RECORDED):
+            pass
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Exit if the sweep's folder is an address."""
@@ -115,6 +121,11 @@ def main() -> None:
             explain.main([argument for argument in arguments if argument != "verb=explain"])
             # A closed pipe then raises BrokenPipeError here, not at exit.
             sys.stdout.flush()
+            return
+        if "verb=report" in arguments:
+            from gtrain.reporting import command
+
+            command.main([argument for argument in arguments if argument != "verb=report"])
             return
         _typed[:] = arguments
         # Of several strategies, as each job of a sweep may have another one.
@@ -178,13 +189,14 @@ def verb_to_override(arguments: list[str]) -> list[str]:
         "-p",
     )
     result, previous = [], ""
-    explains = "explain" in arguments
+    # The verb whose other words are topics or folders.
+    taking = next((argument for argument in arguments if argument in config.VERBS_WITH_WORDS), None)
     for argument in arguments:
         is_word = not argument.startswith(("-", "~")) and "=" not in argument
         info_value = previous in ("--info", "-i") and argument in messages.INFO_TOPICS
         if is_word and previous not in valued and not info_value:
-            if explains and argument != "explain":
-                result.append(argument)  # a topic to explain
+            if taking is not None and argument != taking:
+                result.append(argument)
                 continue
             if argument not in config.VERBS:
                 raise ConfigError(
@@ -281,6 +293,41 @@ def _job(cfg: DictConfig) -> Any:
         # Delete the scratch folder now: a rank that is killed later would leave it behind.
         shutil.rmtree(hydra_config.sweep.dir, ignore_errors=True)
     overrides = list(hydra_config.overrides.task)
+    chosen = {group: hydra_config.runtime.choices.get(group) for group in ("strategy", "data", "model")}
+    # The first machine's command records the run.
+    records = launchers.is_first() and cfg.cluster.rank in (None, 0)
+    facts = {**chosen, "overrides": overrides, "num_nodes": cfg.trainer.num_nodes, "devices": cfg.trainer.devices}
+    verb, folder = cfg.verb if records else "", Path(hydra_config.runtime.output_dir)
+    with _reporting(folder, cfg.report and verb in events.RECORDED), events.recording(folder, verb, **facts):
+        return _checked_launch(cfg, overrides)
+
+
+@contextlib.contextmanager
+def _reporting(folder: Path, wanted: bool) -> Iterator[None]:
+    """Write the report of a run at its end, also if it fails; a report that fails does not fail the run.
+
+    Raises:
+        GtrainError: a package that reports need is not installed.
+    """
+    if not wanted:
+        yield
+        return
+    from gtrain.reporting.command import check_installed, write_report
+
+    check_installed()
+    try:
+        yield
+    finally:
+        if not isinstance(sys.exception(), (KeyboardInterrupt, SystemExit)):
+            try:
+                print(f"report: {write_report([folder])}", flush=True)
+            except Exception as error:
+                print(f"gtrain: the report was not written: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _checked_launch(cfg: DictConfig, overrides: list[str]) -> Any:
+    """Fit the configuration to its strategy, and execute its verb; see :func:`launch`."""
+    hydra_config = HydraConfig.get()
     typed = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
     if cfg.verb == "plan":
         from gtrain.plan import command

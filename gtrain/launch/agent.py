@@ -26,6 +26,7 @@ from gtrain.launch.job import Job, process_specs
 from gtrain.launch.logs import log_path
 from gtrain.launch.slot import WORKER
 from gtrain.launch.sockets import listen_here
+from gtrain.record import events
 
 GRACE_AFTER_LOSS_SECONDS = 10.0  # how long workers of a lost machine may run on after all others have ended
 ECHO_SECONDS = 0.5  # after the first failure, how long to wait for reports of an earlier cause
@@ -89,6 +90,7 @@ def supervise(job: Job, make_specs: Callable[[], Sequence[ProcessSpec]]) -> None
             if job.line is not None:
                 job.line.close()
     if failed and (child := first_cause(job.children)) is not None:
+        _record(job, child, "failed")
         raise error_for(child, job.size(child.slot.role), job.log_dir)
 
 
@@ -191,6 +193,7 @@ def _restart_dead(job: Job, selector: selectors.BaseSelector) -> None:
         number, limit = child.restarts + 1, child.spec.restarts
         sentence = describe_end(child, job.size(child.slot.role))
         print(f"gtrain: {sentence}; restarting it ({number}/{limit})", file=sys.stderr, flush=True)
+        _record(job, child, "restarted", number=number, limit=limit)
         job.children[index] = job.start(child.spec, number, selector.fileno())  # type: ignore[attr-defined]
         _register(selector, job.children[index])
 
@@ -211,6 +214,7 @@ def _continue_without(job: Job, selector: selectors.BaseSelector) -> None:
         node = child.slot.node
         sentence = describe_end(child, job.size(child.slot.role))
         print(f"gtrain: {sentence}; the job goes on without machine {node}", file=sys.stderr, flush=True)
+        _record(job, child, "lost")
         for worker in job.lasting:
             if worker.slot.node == node:
                 worker.lost = True
@@ -324,6 +328,13 @@ def describe_end(child: Child, of: int) -> str:
         return f"{where} was killed by {signal.Signals(-status).name}"
     task = "its task was done" if child.slot.role == WORKER else "the job was over"
     return f"{where} ended with exit code {status} before {task}"
+
+
+def _record(job: Job, child: Child, event: str, **fields: Any) -> None:
+    """Append an event to the record of the run: how a process ended, and what the agent did about it."""
+    slot = child.slot
+    who = {"process": slot.label, "role": slot.role, "rank": slot.rank, "machine": slot.node}
+    events.append(job.log_dir.parent, event, **who, message=describe_end(child, job.size(slot.role)), **fields)
 
 
 def _kind(child: Child) -> str:

@@ -30,6 +30,7 @@ from gtrain.launch import slot
 from gtrain.launch.agent import preload
 from gtrain.launch.children import die_with_parent, fork_with_pipe
 from gtrain.launch.templates import keep_templates_in_memory
+from gtrain.record import events
 from gtrain.run import runs
 
 TASK = "gtrain.run.task:run"
@@ -155,6 +156,7 @@ class JobRequest:
                     origin = runs.resume(self.cfg, run_dir)
                     text = f"{error.message.rstrip('.')}; restarting the job from {origin} ({attempt + 1}/{limit})"
                     print(f"gtrain: {text}", file=sys.stderr, flush=True)
+                    events.append(run_dir, "job restarted", number=attempt + 1, limit=limit, message=text)
         return None
 
     @contextlib.contextmanager

@@ -22,6 +22,7 @@ from gtrain.model.inputs import input_names, run_network
 from gtrain.model.kinds import SPARSE
 from gtrain.model.metrics import NAMES, classification_metrics, update
 from gtrain.model.module import MakeOptimizer, MeanLoss, OptimizedModule, log_mean_loss
+from gtrain.model.outputs import ClassScores
 from gtrain.nn import Csr, SparseLinear, select_rows
 
 UNBALANCED = 1 / 3
@@ -101,17 +102,18 @@ class Classifier(OptimizedModule):
     def validation_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
         self._evaluate(batch, "val")
 
-    def test_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
-        self._evaluate(batch, "test")
+    def test_step(self, batch: Data | HeteroData, batch_idx: int) -> ClassScores:  # type: ignore[override]
+        return self._evaluate(batch, "test")
 
     def predict_step(self, batch: Data | HeteroData, batch_idx: int) -> Tensor:
         return self.seed_scores(batch)
 
-    def _evaluate(self, batch: Data | HeteroData, split: str) -> None:
+    def _evaluate(self, batch: Data | HeteroData, split: str) -> ClassScores:
         _, _, scores, labels = self._loss(batch, split)
         metrics = self.val_scores if split == "val" else self.test_scores
         update(metrics, scores, labels, self.multilabel)
         self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
+        return ClassScores(scores, labels, self.multilabel)
 
     def _loss(self, batch: Data | HeteroData, split: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the mean loss over the seeds, which may be none, its weight, and the seeds' scores and labels."""

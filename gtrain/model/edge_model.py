@@ -16,10 +16,13 @@ from torchmetrics.utilities import dim_zero_cat
 
 from gtrain.model.decoders import Decoder
 from gtrain.model.module import MeanLoss, OptimizedModule, log_mean_loss
+from gtrain.model.outputs import EdgeScores
 from gtrain.protocols import Lists, Spread
 
 NAMES = ("mrr", "hits@1", "hits@10")
 CHUNK = 1 << 24  # scores in memory at a time
+EMBEDDED = 2000
+"""Embeddings that a test step returns at most."""
 
 
 class Ranking(Metric):
@@ -278,14 +281,14 @@ class EdgeModel(OptimizedModule):
         self.val_auc, self.test_auc = Auc(), Auc()
 
     @abstractmethod
-    def _evaluate(self, batch: Any, split: str) -> None:
-        """Log the loss and the scores of a batch of ``val`` or ``test``."""
+    def _evaluate(self, batch: Any, split: str) -> EdgeScores:
+        """Log the loss and the scores of a batch of ``val`` or ``test``, and return the scores."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._evaluate(batch, "val")
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate(batch, "test")
+    def test_step(self, batch: Any, batch_idx: int) -> EdgeScores:  # type: ignore[override]
+        return self._evaluate(batch, "test")
 
     def embed(self, batch: Any) -> Tensor:
         """Return the seeds' embeddings, which ``predict_step`` returns."""

@@ -12,9 +12,10 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError
 from gtrain.model.decoders import Decoder
-from gtrain.model.edge_model import EdgeModel, ranks, spread_ranks
+from gtrain.model.edge_model import EMBEDDED, EdgeModel, ranks, spread_ranks
 from gtrain.model.inputs import input_names, run_network
 from gtrain.model.module import MakeOptimizer
+from gtrain.model.outputs import EdgeScores
 from gtrain.protocols import NodeBatches, Spread, batch_entry
 
 Batch: TypeAlias = Data | HeteroData
@@ -152,10 +153,14 @@ class LinkPredictor(EdgeModel):
             )
         return negatives
 
-    def _evaluate(self, batch: Batch, split: str) -> None:
+    def _evaluate(self, batch: Batch, split: str) -> EdgeScores:
         embeddings = self(batch)
         _, _, true, negative = self._loss(batch, embeddings, split)
-        self._log_scores(split, self._ranks(batch, embeddings), true, negative[:, 0])
+        tail_ranks, head_ranks = self._ranks(batch, embeddings)
+        self._log_scores(split, (tail_ranks, head_ranks), true, negative[:, 0])
+        sources = embeddings[0][batch.edge_label_index[0, :EMBEDDED]] if split == "test" else None
+        relation = batch_entry(batch, "edge_label_type")
+        return EdgeScores(true, negative[:, 0], tail_ranks, head_ranks, relation, sources)
 
     def _ranks(self, batch: Batch, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the ranks of the targets and of the sources, float64 [B] each."""

@@ -22,6 +22,7 @@ from gtrain import backends, targets
 from gtrain.callbacks.predictions import PredictionWriter, check_output
 from gtrain.callbacks.progress import ProgressLine
 from gtrain.callbacks.recorder import RunRecorder
+from gtrain.callbacks.test_record import TestRecorder
 from gtrain.config import plain
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
@@ -33,6 +34,9 @@ from gtrain.model.classification import default_score
 from gtrain.model.inputs import weight_demand, zero_demand
 from gtrain.model.kinds import kind
 from gtrain.nn import tables
+from gtrain.record import events
+from gtrain.record.collecting import collect_record
+from gtrain.record.process_log import ProcessLog
 from gtrain.run import build, report, runs
 from gtrain.run.sketch import sketch_model
 from gtrain.strategy.base import GraphStrategy
@@ -149,7 +153,8 @@ class Task:
         checkpoint = agreed_path(find_environment(), self.checkpoint)
         strategy.model_name, strategy.run_folder = self.model_name, run_dir.absolute()
         # After make_strategy: the baseline includes the strategy's imports.
-        memory = PeakMemory()
+        process_log = self._process_log(strategy, run_dir)
+        memory = PeakMemory(process_log)
         # A restarted rank, or a job whose servers still have its state, continues from there.
         if slots.restarts() or strategy.outlives_job:
             checkpoint = strategy.restart_checkpoint(run_dir) or checkpoint
@@ -167,7 +172,9 @@ class Task:
         if (reason := traits.refusal(strategy.serves)) is not None:
             others = backends.serving(traits, {"data.task": data.task})
             raise backends.not_served(strategy.strategy_name, self.model_name, traits, reason, others)
-        recorder = RunRecorder(strategy.counters)
+        recorder = RunRecorder(strategy.counters, process_log)
+        if strategy.is_global_zero:
+            process_log.write("store", path=str(store.path.absolute()), parts=store.num_parts)
         trainer = self._trainer(strategy, recorder, model, data)
         if config["verb"] == "train" and strategy.is_global_zero and not (slots.restarts() or slots.attempt()):
             runs.register(self._runs, run_dir, config)
@@ -192,6 +199,8 @@ class Task:
         server_figures = strategy.servers.figures() if server_meter else []
         gathered = strategy.group.all_gather_object((figures, strategy.servers.traffic, data.preparation_memory))
         ranks = [figures for figures, _, _ in gathered]
+        process_log.flush()
+        collect_record(strategy, run_dir, [entry["host"] for entry in ranks])
         if server_meter:
             ranks += server_meter.ranks(server_figures, [traffic for _, traffic, _ in gathered])
         if strategy.is_global_zero:
@@ -204,6 +213,12 @@ class Task:
             report.write(run_dir / "summary.json", content)
             report.print_summary(content, run_dir)
         return None if best is None else best.value
+
+    def _process_log(self, strategy: GraphStrategy, run_dir: Path) -> ProcessLog:
+        """Return this rank's log in the record of the run, which only training and tests have."""
+        recorded = self.config["verb"] in events.RECORDED
+        label, again = f"rank {strategy.global_rank}", bool(slots.restarts() or slots.attempt())
+        return ProcessLog(run_dir if recorded else None, label, append=again)
 
     @property
     def output(self) -> Path:
@@ -287,8 +302,11 @@ class Task:
         if self.config["verb"] == "train":
             best = getattr(trainer.checkpoint_callback, "best_model_path", "")
             checkpoint = best or None
-        results = trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
+        run_dir = Path(self.config["paths"]["run"])
         assert isinstance(trainer.strategy, GraphStrategy)
+        summary = TestRecorder(run_dir, trainer.strategy.global_rank, trainer.strategy.world_size)
+        trainer.callbacks.append(summary)  # type: ignore[attr-defined]
+        results = trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
         trained = recorder.history[-1]["epoch"] if recorder.history else None
         epoch = trained if checkpoint is None else trainer.strategy.loaded_epoch
         return {name: float(value) for result in results for name, value in result.items()}, epoch

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from gtrain.record.process_log import ProcessLog
+
 
 class Meter(Protocol):
     """A counter outside of :class:`Counters` that is read when recording starts and stops."""
@@ -35,6 +37,9 @@ class Counters:
             if it states no bound.
         comm_seconds: from posting a transfer to its completion, summed over transfers.
         wait_seconds: the part of it during which the rank was blocked.
+        blocked_seconds: seconds that the main thread, which trains, waited for other processes.
+        read_seconds: seconds that the main thread waited for data.
+        send_seconds: seconds that the main thread took to hand over messages.
         recording: whether to count: in training epochs, not in evaluation and set-up.
         meters: started and stopped with the recording.
         span: makes the context manager of a named time span; a timeline replaces it while it records.
@@ -45,6 +50,9 @@ class Counters:
     bound_bytes: int | None = None
     comm_seconds: float = 0.0
     wait_seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    read_seconds: float = 0.0
+    send_seconds: float = 0.0
     recording: bool = False
     meters: list[Meter] = field(default_factory=list, repr=False, compare=False)
     span: Callable[[str], AbstractContextManager[Any]] = field(default=nullcontext, repr=False, compare=False)
@@ -77,12 +85,30 @@ class Counters:
         if self.recording:
             self.bound_bytes = (self.bound_bytes or 0) + nbytes
 
-    def waited(self, posted: float, wait_start: float) -> None:
-        """Count a transfer, from readings of ``time.perf_counter`` when it was posted and when the wait started."""
-        if self.recording:
-            now = time.perf_counter()
-            self.comm_seconds += now - posted
-            self.wait_seconds += now - wait_start
+    def waited(self, posted: float, wait_start: float, *, reads: bool = False) -> None:
+        """Count a transfer that is complete.
+
+        Args:
+            posted: reading of ``time.perf_counter`` when it was posted.
+            wait_start: the same when the wait for it started.
+            reads: whether it moved data between disk and memory.
+        """
+        if not self.recording:
+            return
+        now = time.perf_counter()
+        self.comm_seconds += now - posted
+        self.wait_seconds += now - wait_start
+        if threading.current_thread() is not threading.main_thread():
+            return  # the main thread computes meanwhile, or waits for this one
+        if reads:
+            self.read_seconds += now - wait_start
+        else:
+            self.blocked_seconds += now - wait_start
+
+    def handed_over(self, start: float) -> None:
+        """Count the time of handing a message to the transport, which began at ``start`` (``time.perf_counter``)."""
+        if self.recording and threading.current_thread() is threading.main_thread():
+            self.send_seconds += time.perf_counter() - start
 
     def as_dict(self) -> dict[str, float]:
         """Return the four measured figures by name."""
@@ -111,11 +137,15 @@ class PeakMemory:
 
     Resident memory includes mapped files, whose pages the kernel drops when memory is short. It cannot drop anonymous
     and shared memory, but keeps no high-water mark of it.
+
+    Args:
+        log: receives the memory over time; None: nobody does.
     """
 
     INTERVAL = 0.02  # seconds
 
-    def __init__(self) -> None:
+    def __init__(self, log: ProcessLog | None = None) -> None:
+        self.log = log
         self._baseline_rss, self._baseline = rss_bytes(), anonymous_bytes()
         self._peak = self._baseline
 
@@ -135,7 +165,10 @@ class PeakMemory:
 
     def _sample(self) -> None:
         while True:
-            self._peak = max(self._peak, anonymous_bytes())
+            anonymous = anonymous_bytes()
+            self._peak = max(self._peak, anonymous)
+            if self.log is not None and self.log.is_due("memory"):
+                self.log.write("memory", rss=rss_bytes(), anonymous=anonymous, device=device_bytes())
             time.sleep(self.INTERVAL)
 
 
@@ -148,6 +181,12 @@ def peak_device_bytes() -> int:
     """Return the peak memory of tensors on this process's GPU in bytes; 0 if it uses none."""
     torch = sys.modules.get("torch")  # servers may not have imported it
     return torch.cuda.max_memory_allocated() if torch is not None and torch.cuda.is_initialized() else 0
+
+
+def device_bytes() -> int:
+    """Return the memory of tensors on this process's GPU in bytes; 0 if it uses none."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.memory_allocated() if torch is not None and torch.cuda.is_initialized() else 0
 
 
 def _status(names: bytes) -> int:

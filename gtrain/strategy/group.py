@@ -154,7 +154,10 @@ class Group:
         self.counters.sent(tensor.nbytes)
         # On the CPU this is the same memory; on a GPU it is a copy, which the transfer keeps alive.
         staged = _on_host(tensor.detach())
-        return Transfer(self, f"wait: send to rank {to}", self.mesh.send(_bytes(staged), to, tag), staged)
+        start = time.perf_counter()
+        work = self.mesh.send(_bytes(staged), to, tag)
+        self.counters.handed_over(start)
+        return Transfer(self, f"wait: send to rank {to}", work, staged)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Transfer:
         """Post a receive into a contiguous tensor."""

@@ -31,6 +31,7 @@ from gtrain.launch.environment import divide_cores, find_environment, ranks_on_t
 from gtrain.launch.job_store import job_store
 from gtrain.launch.key_value import KeyValueStore, await_end
 from gtrain.launch.slot import JobContext, Slot
+from gtrain.record.process_log import ProcessLog
 from gtrain.strategy.counters import Counters, PeakMemory, cpu_seconds
 from gtrain.strategy.servers import FIGURES, START_SECONDS, Servers, server_directory, server_key
 from gtrain.wire import Caller, Client, Message, Security, Server
@@ -199,7 +200,8 @@ def serve_role(target: str, job: JobContext, config: Any, stop: threading.Event)
     assert job.descriptor is not None and job.address is not None
     find_cache()
     divide_cores(ranks_on_this_machine() + (sum(job.roster.counts.values()) if job.simulated else 1))
-    memory = PeakMemory()
+    log = ProcessLog(job.log_dir.parent, job.slot.label, append=bool(job.restarts or job.attempt))
+    memory = PeakMemory(log)
     memory.start()
     context = ServerContext(
         slot=job.slot,

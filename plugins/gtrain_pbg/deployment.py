@@ -122,7 +122,7 @@ class PlannedBuckets:
 
     def buckets(self) -> Iterator[ScheduledBucket]:
         for scheduled in self._plan:
-            with timed_wait(self._group.counters, "partitions"):
+            with timed_wait(self._group.counters, "partitions", reads=True):
                 self._finish_swaps()
                 if self._leads and scheduled.before:
                     self._tables.begin_swaps(scheduled.before).result()
@@ -147,7 +147,7 @@ class PlannedBuckets:
     def trained(self, scheduled: ScheduledBucket, edges: int) -> None:
         self._tables.trained(scheduled.bucket)
         if scheduled.last:
-            with timed_wait(self._group.counters, "partitions"):
+            with timed_wait(self._group.counters, "partitions", reads=True):
                 self._finish_swaps()
                 if self._leads:
                     self._tables.settle()

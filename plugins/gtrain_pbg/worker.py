@@ -267,9 +267,9 @@ class EpochSteps:
 
 
 @contextmanager
-def timed_wait(counters: Counters, name: str) -> Iterator[None]:
-    """Count the time that a worker waits for something instead of training."""
+def timed_wait(counters: Counters, name: str, *, reads: bool = False) -> Iterator[None]:
+    """Count the time that a worker waits for something instead of training; ``reads``: for data of a disk or server."""
     start = time.perf_counter()
     with counters.span(f"wait: {name}"):
         yield
-    counters.waited(start, start)
+    counters.waited(start, start, reads=reads)

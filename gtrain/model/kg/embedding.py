@@ -13,7 +13,7 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError
 from gtrain.kernels import splitmix as mixing
-from gtrain.model.edge_model import NAMES, EdgeModel
+from gtrain.model.edge_model import EMBEDDED, NAMES, EdgeModel
 from gtrain.model.kg.evaluation import GroupRanks
 from gtrain.model.kg.schema import GraphTypes, make_schema
 from gtrain.model.kg.tables import EntityTables
@@ -28,6 +28,7 @@ from gtrain.model.kg.training import (
 )
 from gtrain.model.kinds import EMBEDDING
 from gtrain.model.module import MakeOptimizer, log_mean_loss
+from gtrain.model.outputs import EdgeScores
 from gtrain.nn import Csr
 from gtrain.nn.recipe import EdgeRecipe, ModelRecipe
 from gtrain.protocols import batch_entry
@@ -343,11 +344,15 @@ class KGEmbedding(EdgeModel):
 
         return self._by_group(replace(edges, tail=tail), score)
 
-    def _evaluate(self, batch: Data, split: str) -> None:
+    def _evaluate(self, batch: Data, split: str) -> EdgeScores:
         edges = self._edges(batch)
         self._loss(edges, split, ChunkDraws(batch_entry(batch, "random_key") or 0))  # the same negatives every epoch
         true, negative = self._scored(edges, edges.tail), self._scored(edges, self._drawn(edges, batch.seeds))
-        self._log_scores(split, self._ranks(batch, edges), true, negative)
+        tail_ranks, head_ranks = self._ranks(batch, edges)
+        self._log_scores(split, (tail_ranks, head_ranks), true, negative)
+        sources = self.entities.of_nodes(edges.head[:EMBEDDED]) if split == "test" else None
+        relation = edges.relation if batch_entry(batch, "edge_label_type") is not None else None
+        return EdgeScores(true, negative, tail_ranks, head_ranks, relation, sources)
 
     def _drawn(self, edges: Triples, seeds: Tensor) -> Tensor:
         """Draw a false tail per edge, of the true tail's type, [B]; it depends on the edge's position in the split."""

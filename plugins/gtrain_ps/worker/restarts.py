@@ -77,6 +77,7 @@ class RestartingStrategy(GraphStrategy):
                 self.settings.restarts > 0,
                 self.global_rank,
                 job_network(self.cluster_environment),
+                self.counters,
             )
         return self.parameter_servers
 

@@ -16,6 +16,7 @@ from gtrain.backends import WORKER
 from gtrain.errors import SilentRankError
 from gtrain.launch.environment import REPORT_SECONDS, SAY_SECONDS, say_waiting
 from gtrain.launch.job_store import JobNetwork
+from gtrain.strategy.counters import Counters
 from gtrain.wire import Client, DeadlineError, Message, PeerRestartedError
 
 log = logging.getLogger("gtrain")
@@ -46,7 +47,10 @@ class ServerRequest:
         self._future = self._submit()
 
     def _submit(self) -> Future[Message]:
-        return self._servers.clients[self._server].submit(*self._message, attended=True)
+        self._posted = time.perf_counter()
+        future = self._servers.clients[self._server].submit(*self._message, attended=True)
+        self._servers.counters.handed_over(self._posted)
+        return future
 
     def result(self) -> Message:
         """Wait for the reply; after a while, print the names of the processes that keep this worker waiting.
@@ -57,6 +61,12 @@ class ServerRequest:
         Raises:
             SilentRankError: no reply in time; names the silent servers, or else the workers that are missing.
         """
+        start = time.perf_counter()
+        reply = self._await_reply()
+        self._servers.counters.waited(self._posted, start)
+        return reply
+
+    def _await_reply(self) -> Message:
         servers, client = self._servers, self._servers.clients[self._server]
         start = time.monotonic()
         has_logged, report_at = False, SAY_SECONDS
@@ -121,6 +131,7 @@ class ParameterServers:
             be sent again.
         rank: this worker's.
         network: the job's processes and their machines.
+        counters: count the time that this worker waits for replies.
 
     Attributes:
         step: number of steps that this worker has committed.
@@ -132,7 +143,9 @@ class ParameterServers:
         restartable: bool = False,
         rank: int | None = None,
         network: JobNetwork = JobNetwork(None, None, 1),  # noqa: B008 (it is frozen)
+        counters: Counters | None = None,
     ) -> None:
+        self.counters = counters or Counters()
         self.clients, self.restartable = list(clients), restartable
         self._rank, self._network = rank, network
         self.name_of = network.name_of

@@ -1,0 +1,243 @@
+"""Summary of a test for ``gtrain report``: counts by class and score, and samples of scores and of the hidden layer."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from lightning.pytorch.callbacks import Callback
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from torch_geometric.data import HeteroData
+
+from gtrain.callbacks.predictions import last_layer
+from gtrain.errors import ConfigError
+from gtrain.model.outputs import ClassScores, EdgeScores
+from gtrain.protocols import Embeds
+from gtrain.record.events import record_folder
+
+HIDDEN = 2000
+"""Rows of the hidden layer, or embeddings, that all ranks together write."""
+SCORED = 20_000
+"""Seeds, or edges, whose scores all ranks together write."""
+CLASSES = 200
+"""Beyond this number of classes no confusion matrix is written."""
+_ROWS = 1 << 16  # whose scores are counted at a time
+BINS, REACH = 1024, 8.0
+"""Scores are counted in this number of equal bins of asinh(score), from -REACH to REACH."""
+
+
+class TestRecorder(Callback):
+    """Writes ``test-rank-<r>.json`` and ``hidden-rank-<r>.parquet`` to the record of a run; see ``docs/formats.md``.
+
+    Each rank counts its own seeds, without messages. Models other than gtrain's have no summary.
+
+    Args:
+        run_dir: the run's folder.
+        rank: this process.
+        world_size: number of ranks, which share the sizes of the samples.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, world_size: int) -> None:
+        self._folder, self._rank = record_folder(run_dir), rank
+        self._limits = {"scored": -(-SCORED // world_size), "hidden": -(-HIDDEN // world_size)}
+        self._batches = 1
+        self._counts: dict[str, NDArray[np.int64]] = {}
+        self._sums: dict[str, dict[int, list[float]]] = {}
+        self._facts: dict[str, Any] = {}
+        self._scored: dict[str, list[Tensor]] = {}
+        self._hidden: list[tuple[Tensor, Tensor, Tensor | None]] = []  # ids, rows, labels
+        self._captured: list[Tensor] = []
+        self._hook: RemovableHandle | None = None
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._batches = max(1, int(sum(count for count in trainer.num_test_batches if math.isfinite(count))))
+        if not isinstance(pl_module, Embeds):
+            try:
+                layer = last_layer(pl_module)
+            except ConfigError:  # a module without a network
+                return
+            self._hook = layer.register_forward_pre_hook(self._capture)
+
+    def on_test_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if isinstance(outputs, ClassScores):
+            self._count_classes(outputs, batch, pl_module)
+        elif isinstance(outputs, EdgeScores):
+            self._count_edges(outputs, batch)
+        self._captured.clear()
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if not self._facts:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        content = {
+            **self._facts,
+            "bins": BINS,
+            "reach": REACH,
+            "counts": {name: counts.tolist() for name, counts in self._counts.items()},
+            "sums": self._sums,
+            "scored": {name: torch.cat(parts).tolist() for name, parts in self._scored.items()},
+        }
+        (self._folder / f"test-rank-{self._rank}.json").write_text(json.dumps(content))
+        if self._hidden:
+            self._write_hidden(self._folder / f"hidden-rank-{self._rank}.parquet")
+
+    # ------------------------------------------------------------------------------------------ classes
+
+    def _count_classes(self, outputs: ClassScores, batch: Any, module: pl.LightningModule) -> None:
+        scores, labels = outputs.scores.detach().float().cpu(), outputs.labels.cpu()
+        classes = scores.size(1)
+        self._facts |= {"task": "labels" if outputs.multilabel else "classes", "num_classes": classes}
+        if outputs.multilabel:
+            correct = ((scores > 0) == labels.bool()).float().mean(1)
+        else:
+            prediction = scores.argmax(1)
+            correct = (prediction == labels).float()
+            if classes <= CLASSES:
+                pairs = torch.bincount(labels.long() * classes + prediction, minlength=classes * classes)
+                self._add("confusion", pairs.view(classes, classes).numpy())
+        if classes <= CLASSES:
+            for some, truth in zip(scores.split(_ROWS), labels.split(_ROWS), strict=True):
+                self._count_scores(some, truth, outputs.multilabel)
+        ids = _ids(batch)
+        if ids is None:
+            return
+        rows = self._sample(len(scores), "scored")
+        self._keep(ids=ids[batch.seeds[rows].cpu()], score=correct[rows])
+        rows = self._sample(len(scores), "hidden")
+        hidden = self._hidden_rows(module, batch, rows)
+        if hidden is not None:
+            label = None if outputs.multilabel else labels[rows]
+            self._hidden.append((ids[batch.seeds[rows].cpu()], hidden, label))
+
+    def _count_scores(self, scores: Tensor, labels: Tensor, multilabel: bool) -> None:
+        """Count the scores of each class, by bin, of seeds that have it and of those that do not."""
+        if multilabel:
+            logits, truth = scores, labels.bool()
+        else:  # the logit of a class against all others
+            logits = scores.double().softmax(1).logit()
+            truth = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, labels.view(-1, 1).long(), True)
+        classes = scores.size(1)
+        which, bins = torch.arange(classes).expand_as(truth), _bins(logits)
+        for name, chosen in (("true", truth), ("false", ~truth)):
+            flat = which[chosen] * BINS + bins[chosen]
+            self._add(name, torch.bincount(flat, minlength=classes * BINS).view(classes, BINS).numpy())
+
+    def _hidden_rows(self, module: pl.LightningModule, batch: Any, rows: Tensor) -> Tensor | None:
+        """Return the last layer's inputs for some of the seeds, float32 ``[b, D]``; None if the model has none."""
+        if not len(rows):
+            return None
+        if isinstance(module, Embeds):
+            try:
+                embedded: Tensor = module.embed(batch)[rows]
+            except ConfigError:  # a model without a hidden layer
+                return None
+            return embedded.detach().float().cpu()
+        if not self._captured:
+            return None
+        hetero = isinstance(batch, HeteroData)
+        by_type = hetero and len(self._captured) == len(batch.node_types)
+        captured = self._captured[batch.node_types.index(batch.target) if by_type else -1]
+        seeds = batch.seeds[rows.to(batch.seeds.device)]
+        if captured.dim() != 2 or (len(seeds) and int(seeds.max()) >= len(captured)):
+            return None
+        return captured[seeds.to(captured.device)].detach().float().cpu()
+
+    def _capture(self, _: Any, arguments: tuple[Any, ...]) -> None:
+        features = arguments[0][1] if isinstance(arguments[0], tuple) else arguments[0]
+        if isinstance(features, Tensor):
+            self._captured.append(features)
+
+    # ------------------------------------------------------------------------------------------ edges
+
+    def _count_edges(self, outputs: EdgeScores, batch: Any) -> None:
+        self._facts["task"] = "edges"
+        for name, scores in (("true", outputs.true), ("false", outputs.negative)):
+            bins = _bins(scores.detach().float().cpu())
+            self._add(name, torch.bincount(bins, minlength=BINS).view(1, BINS).numpy())
+        ranks = torch.stack([outputs.tail_ranks, outputs.head_ranks]).cpu()
+        # Bin k has the ranks from 2**k to 2**(k + 1).
+        self._add("ranks", torch.bincount(ranks.log2().floor().long().flatten(), minlength=48).numpy())
+        inverse = (1 / ranks).mean(0)
+        relation = torch.zeros(len(inverse)).long() if outputs.relation is None else outputs.relation.cpu().long()
+        sums = self._sums.setdefault("relation", {})
+        for number in relation.unique().tolist() if outputs.relation is not None else ():
+            chosen = relation == number
+            hits = float((ranks[:, chosen] <= 10).double().mean(0).sum())
+            values = (int(chosen.sum()), float(inverse[chosen].sum()), hits)
+            sums[number] = [old + new for old, new in zip(sums.get(number, (0, 0.0, 0.0)), values, strict=True)]
+        ids = _ids(batch)
+        if ids is None:
+            return
+        source, target = batch.edge_label_index.cpu()
+        rows = self._sample(len(inverse), "scored")
+        rows = rows[target[rows] < len(ids)]  # the others are on another rank
+        self._keep(ids=ids[target[rows]], score=inverse[rows].float())
+        if outputs.embedding is not None:
+            own = source[: len(outputs.embedding)]
+            chosen = self._sample(len(own), "hidden")
+            chosen = chosen[own[chosen] < len(ids)]
+            embedded = outputs.embedding.detach().float().cpu()[chosen]
+            self._hidden.append((ids[own[chosen]], embedded, None))
+
+    # ------------------------------------------------------------------------------------------ samples
+
+    def _add(self, name: str, counts: NDArray[np.int64]) -> None:
+        self._counts[name] = self._counts[name] + counts if name in self._counts else counts
+
+    def _sample(self, count: int, name: str) -> Tensor:
+        """Return evenly spaced positions, so that all batches together fill the sample."""
+        share = min(count, -(-self._limits[name] // self._batches))
+        return torch.arange(share) * count // max(share, 1)
+
+    def _keep(self, **columns: Tensor) -> None:
+        for name, values in columns.items():
+            self._scored.setdefault(name, []).append(values)
+
+    def _write_hidden(self, path: Path) -> None:
+        ids, rows = torch.cat([part[0] for part in self._hidden]), torch.cat([part[1] for part in self._hidden])
+        labels = [part[2] for part in self._hidden if part[2] is not None]
+        # An id may occur in several batches.
+        _, first = np.unique(ids.numpy(), return_index=True)
+        values = np.ascontiguousarray(rows.numpy()[first])
+        columns = {
+            "id": ids.numpy()[first],
+            "values": pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1]),
+        }
+        if labels:
+            columns["label"] = torch.cat(labels).numpy()[first]
+        pq.write_table(pa.table(columns), path)
+
+
+def _bins(scores: Tensor) -> Tensor:
+    """Return the bin of each score; NaN is in the first."""
+    place = (scores.double().asinh().nan_to_num(-REACH) + REACH) * (BINS / (2 * REACH))
+    return place.long().clamp(0, BINS - 1)
+
+
+def _ids(batch: Any) -> Tensor | None:
+    """Return the source data's ids of the batch's nodes, of the target type; None if the batch has none."""
+    if isinstance(batch, HeteroData):
+        if isinstance(batch.target, tuple):  # edges between two types: the samples do without ids
+            return None
+        return batch[batch.target].orig_id.cpu()
+    return batch.orig_id.cpu() if "orig_id" in batch else None

@@ -1,0 +1,86 @@
+"""The record of a run: the folder ``record`` in the run's folder, and the events of the whole job. Light.
+
+The command and the agents append events, one JSON object per line. ``docs/formats.md`` specifies the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gtrain import __version__
+from gtrain.errors import GtrainError
+
+FOLDER = "record"
+EVENTS = "events.jsonl"
+RECORDED = ("train", "test")
+"""The verbs whose runs have a record."""
+
+
+def record_folder(run_dir: Path) -> Path:
+    """Return the folder of a run's record."""
+    return run_dir / FOLDER
+
+
+def append(run_dir: Path, event: str, **fields: Any) -> None:
+    """Append an event with its time; a run goes on if it cannot be written.
+
+    Args:
+        run_dir: the run's folder; nothing is written if it has no record.
+        event: name of the event.
+        fields: plain values.
+    """
+    line = json.dumps({"event": event, "time": time.time(), **fields}) + "\n"
+    with contextlib.suppress(OSError):
+        descriptor = os.open(record_folder(run_dir) / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            # One write, which other processes do not interleave.
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def recording(run_dir: Path, verb: str, **fields: Any) -> Iterator[None]:
+    """Record the start of a run, and how it ended; the record of an earlier run in this folder is deleted.
+
+    Args:
+        run_dir: the run's folder.
+        verb: of the command; other verbs than :data:`RECORDED` record nothing.
+        fields: of the event ``start``.
+    """
+    if verb not in RECORDED:
+        yield
+        return
+    with contextlib.suppress(OSError):
+        shutil.rmtree(record_folder(run_dir), ignore_errors=True)
+        record_folder(run_dir).mkdir(parents=True, exist_ok=True)
+    append(run_dir, "start", verb=verb, host=socket.gethostname(), gtrain=__version__, **fields)
+    try:
+        yield
+    except BaseException as error:
+        append(run_dir, "end", **_ending(error))
+        raise
+    append(run_dir, "end", status="complete")
+
+
+def _ending(error: BaseException) -> Mapping[str, Any]:
+    """Return the fields of the event ``end`` for the exception that ended the command."""
+    if isinstance(error, KeyboardInterrupt):
+        return {"status": "interrupted", "message": "interrupted by Ctrl-C"}
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        ended = code - 128 if code > 128 else 0
+        name = signal.Signals(ended).name if ended in set(signal.Signals) else f"exit code {code}"
+        return {"status": "interrupted" if code else "complete", "message": f"ended by {name}"}
+    message = error.message if isinstance(error, GtrainError) else str(error)
+    hint = error.hint if isinstance(error, GtrainError) else None
+    return {"status": "failed", "type": type(error).__name__, "message": message, "hint": hint}

@@ -1,0 +1,125 @@
+"""Renders pages: templates, the inlined script of the figures, and the files beside a page."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from gtrain import __version__
+from gtrain.reporting.style import Figure
+
+_FILE_WIDTH = 640
+"""Width in pixels of the files beside a page."""
+
+
+def write_page(path: Path, template: str, figures: Sequence[Figure], **values: Any) -> None:
+    """Write a page that needs no other file and no network.
+
+    Args:
+        path: the file.
+        template: name of the template.
+        figures: the figures of all sections.
+        values: what the template shows.
+    """
+    environment = Environment(
+        loader=PackageLoader("gtrain.reporting"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"bytes": _bytes, "seconds": _seconds, "number": _number, "score": _score}
+    specs = json.dumps({figure.name: figure.spec for figure in figures}, separators=(",", ":"))
+    content = environment.get_template(template).render(
+        # A closing tag within the script would end it.
+        script=vega_bundle() if figures else "",
+        specs=specs.replace("</", "<\\/"),
+        version=__version__,
+        **values,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(content)
+    os.replace(part, path)
+
+
+def write_files(folder: Path, figures: Sequence[Figure], form: str) -> None:
+    """Write each figure as ``<name>.<form>`` into a folder.
+
+    Args:
+        folder: created if missing.
+        figures: the figures.
+        form: ``svg`` or ``png``.
+    """
+    import vl_convert
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for figure in figures:
+        text = json.dumps({**figure.spec, "width": _FILE_WIDTH, "background": "white", "padding": 10})
+        spec = text.replace('"currentColor"', '"#222222"')
+        if form == "svg":
+            (folder / f"{figure.name}.svg").write_text(vl_convert.vegalite_to_svg(spec))
+        else:
+            (folder / f"{figure.name}.png").write_bytes(vl_convert.vegalite_to_png(spec, scale=2))
+
+
+def vega_bundle() -> str:
+    """Return the script that draws the figures: vega, vega-lite and vega-embed, which vl-convert contains.
+
+    Bundling takes seconds, so the result is kept in the user's cache.
+    """
+    import vl_convert
+
+    name = f"vega-{version('vl-convert-python')}.js"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gtrain", name)
+    try:
+        return cache.read_text()
+    except OSError:
+        bundle = vl_convert.javascript_bundle(None)  # type: ignore[arg-type]  # None: all of vega-embed
+        # "</script" within a string would end the element.
+        script = re.sub(r"</(script)", r"<\\/\1", bundle, flags=re.IGNORECASE)
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        part = cache.with_name(f"{name}.{os.getpid()}")
+        part.write_text(script)
+        os.replace(part, cache)
+    except OSError:  # a home folder that cannot be written to
+        pass
+    return script
+
+
+def _bytes(value: float | None) -> str:
+    """Return bytes with a binary prefix: ``12.3 MiB``."""
+    if value is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+        value /= 1024
+    return f"{value:,.1f} TiB"
+
+
+def _seconds(value: float | None) -> str:
+    """Return seconds, from a minute on as minutes and hours."""
+    if value is None:
+        return "-"
+    if value < 60:
+        return f"{value:.3g} s"
+    minutes, seconds = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.3g}"
+
+
+def _score(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -1,0 +1,100 @@
+"""The 2-D picture of a sample of embeddings, or of the inputs of the network's last layer."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import altair as alt
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from gtrain.reporting.style import BLUE, Figure, Table, colour, make_figure
+
+Points = NDArray[np.float64]
+_MOST = 1000
+"""Points of the picture; t-SNE of more takes longer than most readers wait."""
+_COLOURED = 20
+"""Classes with a colour each; with more, the rare ones share grey."""
+
+
+def read_hidden(files: list[Path]) -> tuple[NDArray[np.int64], Points, NDArray[np.int64] | None]:
+    """Return ids, rows ``[n, D]`` and labels (None without) of the samples of all ranks, each id once."""
+    table = pa.concat_tables([pq.read_table(file) for file in files])
+    ids, first = np.unique(table["id"].to_numpy(), return_index=True)
+    values = table["values"].combine_chunks()
+    rows = values.flatten().to_numpy(zero_copy_only=False).reshape(len(table), -1)[first]
+    labels = table["label"].to_numpy()[first] if "label" in table.column_names else None
+    step = max(1, -(-len(ids) // _MOST))
+    keep = slice(None, None, step)
+    return ids[keep], np.nan_to_num(rows[keep].astype(np.float64)), None if labels is None else labels[keep]
+
+
+def project(rows: Points) -> tuple[Points, str]:
+    """Return a point ``[n, 2]`` for each row, and the method: openTSNE, UMAP, or principal components."""
+    rows = principal_components(rows, 50)
+    if len(rows) > 30 and importlib.util.find_spec("openTSNE") is not None:
+        from openTSNE import TSNE
+
+        tsne = TSNE(perplexity=min(30, len(rows) // 4), random_state=0, theta=0.8, negative_gradient_method="bh")
+        return np.asarray(tsne.fit(rows)), "t-SNE (openTSNE)"
+    if len(rows) > 30 and importlib.util.find_spec("umap") is not None:
+        from umap import UMAP
+
+        return UMAP(random_state=0).fit_transform(rows), "UMAP"
+    return principal_components(rows, 2), "the first two principal components; openTSNE is not installed"
+
+
+def principal_components(rows: Points, count: int) -> Points:
+    """Return the rows' coordinates along their first principal components, ``[n, count]``; 0 beyond their rank."""
+    centred = rows - rows.mean(0)
+    left, sizes, _ = np.linalg.svd(centred, full_matrices=False)
+    points = (left * sizes)[:, :count]
+    return np.pad(points, ((0, 0), (0, max(0, count - points.shape[1])))) if count <= 2 else points
+
+
+def picture(
+    files: list[Path],
+    names_of: Callable[[NDArray[np.int64]], list[str]],
+    class_names: list[str] | None,
+    subject: str,
+) -> list[Figure]:
+    """Return the picture, coloured by label; empty without a sample.
+
+    Args:
+        files: the samples of the ranks.
+        names_of: returns names of nodes by original id.
+        class_names: names of the classes; None: their numbers.
+        subject: what the rows are: ``the embeddings``, ``the last hidden layer``.
+    """
+    if not files:
+        return []
+    ids, rows, labels = read_hidden(files)
+    if len(ids) < 3:
+        return []
+    points, method = project(rows)
+    points = points / (np.abs(points).max() or 1.0)
+    table: Table = [
+        {"x": round(float(x), 4), "y": round(float(y), 4), "name": name}
+        for (x, y), name in zip(points, names_of(ids), strict=True)
+    ]
+    text = f"{len(ids):,} nodes by {subject}, in two dimensions by {method}"
+    base = alt.Chart(alt.Data(values=table)).mark_circle(size=26, opacity=0.75, color=BLUE)
+    none = alt.Axis(labels=False, ticks=False, grid=False, domain=False, title=None)
+    place = {"x": alt.X("x:Q", axis=none), "y": alt.Y("y:Q", axis=none)}
+    if labels is None:
+        chart = base.encode(**place, tooltip=["name:N"])
+    else:
+        values, counts = np.unique(labels, return_counts=True)
+        frequent = sorted(values[np.argsort(-counts, kind="stable")][:_COLOURED].tolist())
+        label_of = {label: class_names[label] if class_names else str(label) for label in frequent}
+        for row, label in zip(table, labels.tolist(), strict=True):
+            row["label"] = label_of.get(label, "other")
+        shown = [*label_of.values(), *(["other"] if len(values) > len(frequent) else [])]
+        chart = base.encode(**place, color=colour("label", shown, "label", 8), tooltip=["name:N", "label:N"])
+        text += f", coloured by their {len(values)} labels"
+    title = f"Picture of {subject}"
+    return [make_figure("picture", title, f"{text}.", chart, note=f"{text}.", wide=True, height=460)]

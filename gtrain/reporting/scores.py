@@ -1,0 +1,259 @@
+"""Figures of a test: confusion matrix, ROC and precision-recall curves, ranks, scores by relation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import altair as alt
+import numpy as np
+from numpy.typing import NDArray
+
+from gtrain.record.run import Row, RunRecord
+from gtrain.reporting.style import BLUE, HEAT, NEUTRAL, Figure, Table, colour, make_figure
+
+_DRAWN = 8
+"""Classes whose curves are drawn one by one, the most frequent ones."""
+_RELATIONS = 24
+Counts = NDArray[np.int64]
+
+
+def test_counts(run: RunRecord, name: str) -> Counts | None:
+    """Return counts of a test over all ranks; None if it has none of this name."""
+    parts = [np.asarray(test["counts"][name], np.int64) for test in run.tests if name in test["counts"]]
+    return np.sum(parts, axis=0) if parts else None
+
+
+def figures(run: RunRecord, class_names: list[str] | None, relation_names: list[str] | None) -> list[Figure]:
+    """Return the figures that suit the task of the test.
+
+    Args:
+        run: the run.
+        class_names: names of the classes; None: their numbers.
+        relation_names: names of the relations; None: their numbers.
+    """
+    if not run.tests:
+        return []
+    found = [*_confusion(run, class_names), *_curves(run, class_names)]
+    return [*found, *_ranks(run), *_relations(run, relation_names)]
+
+
+def _confusion(run: RunRecord, names: list[str] | None) -> list[Figure]:
+    counts = test_counts(run, "confusion")
+    if counts is None:
+        return []
+    classes = len(counts)
+    labels = names or [str(number) for number in range(classes)]
+    rows: Table = []
+    for true in range(classes):
+        total = int(counts[true].sum())
+        for predicted in range(classes):
+            share = counts[true, predicted] / total if total else 0.0
+            row = {"true": labels[true], "predicted": labels[predicted], "nodes": int(counts[true, predicted])}
+            if classes <= 40 or row["nodes"]:
+                rows.append({**row, "share": float(share)})
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X(
+            "predicted:N", sort=labels, title="predicted class", axis=alt.Axis(labelAngle=0 if classes <= 12 else -90)
+        ),
+        y=alt.Y("true:N", sort=labels, title="true class"),
+        tooltip=["true:N", "predicted:N", "nodes:Q", alt.Tooltip("share:Q", format=".1%")],
+    )
+    chart = base.mark_rect().encode(
+        color=alt.Color(
+            "share:Q", scale=alt.Scale(domain=[0, 1], range=HEAT),
+            legend=alt.Legend(title="share of the true class", orient="top", format=".0%", gradientLength=140),
+        )
+    )  # fmt: skip
+    if classes <= 10:
+        # A white number on the dark half of the scale.
+        white = alt.condition("datum.share > 0.5", alt.value("white"), alt.value("currentColor"))
+        chart += base.mark_text().encode(text="nodes:Q", color=white)
+    right, total = int(np.trace(counts)), int(counts.sum())
+    worst = counts - np.diag(np.diag(counts))
+    text = f"Confusion matrix: {right:,} of {total:,} test nodes are classified correctly."
+    if worst.any():
+        actual, mistaken = divmod(int(worst.argmax()), classes)
+        text += f" The most frequent mistake is {labels[mistaken]} for {labels[actual]}, {int(worst.max()):,} times."
+    height = min(560, max(220, 26 * classes))
+    return [make_figure("confusion", "Confusion matrix", text, chart, height=height)]
+
+
+def _curves(run: RunRecord, names: list[str] | None) -> list[Figure]:
+    true, false = test_counts(run, "true"), test_counts(run, "false")
+    if true is None or false is None:
+        return []
+    edges = run.tests[0]["task"] == "edges"
+    if edges:
+        series = {"edges": (true[0], false[0])}
+    elif len(true) == 2 and run.tests[0]["task"] == "classes":
+        series = {names[1] if names else "class 1": (true[1], false[1])}
+    else:
+        frequent = np.argsort(-true.sum(1), kind="stable")[:_DRAWN]
+        series = {"all classes": (true.sum(0), false.sum(0))} if len(true) > _DRAWN else {}
+        named = {number: names[number] if names else f"class {number}" for number in sorted(frequent.tolist())}
+        series |= {named[number]: (true[number], false[number]) for number in named}
+    roc: Table = []
+    precision: Table = []
+    areas = {}
+    for name, (positive, negative) in series.items():
+        if not positive.sum() or not negative.sum():
+            continue
+        # From the highest score down.
+        hits = np.concatenate([[0], np.cumsum(positive[::-1])]) / positive.sum()
+        alarms = np.concatenate([[0], np.cumsum(negative[::-1])]) / negative.sum()
+        areas[name] = float(np.trapezoid(hits, alarms))
+        roc += [{"series": name, "x": x, "y": y, "order": n} for n, (x, y) in enumerate(_corners(alarms, hits))]
+        found = np.cumsum(positive[::-1]) + np.cumsum(negative[::-1])
+        shown = found > 0
+        points = _corners(hits[1:][shown], np.cumsum(positive[::-1])[shown] / found[shown])
+        precision += [{"series": name, "x": x, "y": y, "order": n} for n, (x, y) in enumerate(points)]
+    if not areas:
+        return []
+    said = ", ".join(f"{name} {area:.3f}" for name, area in areas.items())
+    what = "true edges against one false edge each" if edges else "a class against the others"
+    diagonal = alt.Chart(alt.Data(values=[{"x": 0, "y": 0}, {"x": 1, "y": 1}])).mark_line(
+        color=NEUTRAL, strokeDash=[4, 4], strokeWidth=1
+    ).encode(x="x:Q", y="y:Q")  # fmt: skip
+    curve = _curve(roc, list(areas), "false positive rate", "true positive rate")
+    note = f"Of {what}; from counts of scores in {run.tests[0]['bins']:,} bins."
+    return [
+        make_figure("roc", "ROC curve", f"ROC curves; area under the curve: {said}.", diagonal + curve, note=note),
+        make_figure(
+            "precision-recall",
+            "Precision and recall",
+            f"Precision against recall of {', '.join(areas)}.",
+            _curve(precision, list(areas), "recall", "precision"),
+        ),
+    ]
+
+
+def _curve(rows: Table, names: list[str], x: str, y: str) -> Any:
+    unit = alt.Scale(domain=[0, 1])
+    return (
+        alt.Chart(alt.Data(values=rows))
+        .mark_line()
+        .encode(
+            x=alt.X("x:Q", title=x, scale=unit),
+            y=alt.Y("y:Q", title=y, scale=unit),
+            color=colour("series", names),
+            order="order:Q",
+            tooltip=["series:N", alt.Tooltip("x:Q", title=x, format=".3f"), alt.Tooltip("y:Q", title=y, format=".3f")],
+        )
+    )
+
+
+def _corners(x: NDArray[Any], y: NDArray[Any]) -> list[tuple[float, float]]:
+    """Return the points of a curve without those that repeat their neighbours to 3 digits."""
+    points = np.stack([x, y], 1)
+    if not len(points):
+        return []
+    rounded = (points * 500).round()
+    keep = np.ones(len(points), bool)
+    keep[1:-1] = (rounded[1:-1] != rounded[:-2]).any(1)
+    return [(round(float(a), 4), round(float(b), 4)) for a, b in points[keep]]
+
+
+def _ranks(run: RunRecord) -> list[Figure]:
+    counts = test_counts(run, "ranks")
+    if counts is None or not counts.sum():
+        return []
+    last = int(np.nonzero(counts)[0].max())
+    labels = [_rank_label(number) for number in range(last + 1)]
+    rows = [{"ranks": labels[number], "share": float(counts[number] / counts.sum()), "count": int(counts[number])}
+            for number in range(last + 1)]  # fmt: skip
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_bar(color=BLUE)
+        .encode(
+            x=alt.X("ranks:N", sort=labels, title="rank of the true answer", axis=alt.Axis(labelAngle=-40)),
+            y=alt.Y("share:Q", title="share of answers", axis=alt.Axis(format="%")),
+            tooltip=["ranks:N", "count:Q", alt.Tooltip("share:Q", format=".1%")],
+        )
+    )
+    text = f"Histogram of {int(counts.sum()):,} ranks of true answers; {counts[0] / counts.sum():.1%} are first."
+    return [make_figure("ranks", "Ranks of the true answers", text, chart)]
+
+
+def _rank_label(number: int) -> str:
+    low, high = 1 << number, (1 << number + 1) - 1
+    return "1" if number == 0 else f"{_short(low)}-{_short(high)}"
+
+
+def _short(value: int) -> str:
+    return f"{value / 1000:.3g}k" if value >= 10_000 else str(value)
+
+
+def _relations(run: RunRecord, names: list[str] | None) -> list[Figure]:
+    sums: dict[int, list[float]] = {}
+    for test in run.tests:
+        for number, values in test.get("sums", {}).get("relation", {}).items():
+            sums[int(number)] = [a + b for a, b in zip(sums.get(int(number), [0, 0, 0]), values, strict=True)]
+    if len(sums) < 2:
+        return []
+    frequent = sorted(sums, key=lambda number: -sums[number][0])[:_RELATIONS]
+    rows: Table = [
+        {
+            "relation": names[number] if names else f"relation {number}",
+            "mrr": sums[number][1] / sums[number][0],
+            "hits": sums[number][2] / sums[number][0],
+            "edges": int(sums[number][0]),
+        }
+        for number in frequent
+    ]
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_bar(height={"band": 0.7}, color=BLUE)
+        .encode(
+            x=alt.X("mrr:Q", title="mean reciprocal rank"),
+            y=alt.Y("relation:N", title=None, sort=[row["relation"] for row in rows]),
+            tooltip=[
+                "relation:N",
+                "edges:Q",
+                alt.Tooltip("mrr:Q", format=".4f"),
+                alt.Tooltip("hits:Q", format=".4f", title="hits@10"),
+            ],
+        )
+    )
+    best = max(rows, key=lambda row: row["mrr"])
+    text = f"Mean reciprocal rank by relation; highest for {best['relation']}, {best['mrr']:.4f}."
+    note = f"The {len(rows)} most frequent of {len(sums)} relations." if len(sums) > len(rows) else ""
+    height = max(120, 20 * len(rows) + 20)
+    return [make_figure("relations", "Score by relation", text, chart, note=note, height=height)]
+
+
+def by_degree(scored: list[Row], edges: bool) -> list[Figure]:
+    """Return the mean score by in-degree.
+
+    Args:
+        scored: rows with ``degree`` and ``score``.
+        edges: whether the score is the reciprocal rank of an edge, and the degree that of its target.
+    """
+    if not scored:
+        return []
+    degrees = np.asarray([row["degree"] for row in scored])
+    scores = np.asarray([row["score"] for row in scored])
+    bins = np.where(degrees > 0, np.floor(np.log2(np.maximum(degrees, 1))).astype(int) + 1, 0)
+    labels = {number: "0" if number == 0 else _rank_label(number - 1) for number in range(int(bins.max()) + 1)}
+    rows: Table = []
+    for number in np.unique(bins).tolist():
+        chosen = scores[bins == number]
+        mean, error = float(chosen.mean()), float(chosen.std() / np.sqrt(len(chosen)))
+        row = {
+            "degree": labels[number],
+            "score": mean,
+            "low": max(mean - 2 * error, 0),
+            "high": min(mean + 2 * error, 1),
+        }
+        rows.append({**row, "count": len(chosen)})
+    order = [row["degree"] for row in rows]
+    what, title = ("reciprocal rank", "mean reciprocal rank") if edges else ("accuracy", "accuracy")
+    x = alt.X(
+        "degree:N", sort=order, title="in-degree of the target" if edges else "in-degree", axis=alt.Axis(labelAngle=0)
+    )
+    base = alt.Chart(alt.Data(values=rows)).encode(x=x)
+    tooltip = ["degree:N", alt.Tooltip("score:Q", format=".4f", title=what), "count:Q"]
+    chart = base.mark_bar(color=BLUE).encode(y=alt.Y("score:Q", title=title), tooltip=tooltip)
+    chart += base.mark_rule(strokeWidth=1.5).encode(y="low:Q", y2="high:Q")
+    text = f"Mean {what} by in-degree: " + ", ".join(f"{row['degree']}: {row['score']:.3f}" for row in rows) + "."
+    note = f"A sample of {len(scored):,}; the lines are two standard errors."
+    return [make_figure("degree", "Score by degree", text, chart, note=note)]
