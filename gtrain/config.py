@@ -33,10 +33,12 @@ VERBS = {
     "key": "make the file cluster.key_file=, with which a job's processes authenticate each other on a network",
     "explain": "print what settings mean: explain KEY, GROUP=OPTION or GROUP, as data.split, strategy=single, trainer",
     "report": "write an HTML page of a run, or a comparison: report RUN... [output=FILE] [files=svg]",
+    "trace": "merge the spans of all ranks and servers of a run with debug=profile, for ui.perfetto.dev: trace RUN",
+    "watch": "show a run in progress, also one that others started, until it ends: watch RUN",
     "doctor": "print the capabilities and problems of this machine and installation (format=json for programs)",
 }
 
-VERBS_WITH_WORDS = ("explain", "report")
+VERBS_WITH_WORDS = ("explain", "report", "trace", "watch")
 """Verbs that are followed by words: topics, or folders of runs."""
 
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}

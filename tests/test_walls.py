@@ -85,6 +85,8 @@ LATE = {
         "gtrain.doctor.report",
         "gtrain.plan.command",
         "gtrain.reporting.command",
+        "gtrain.reporting.trace",
+        "gtrain.reporting.watch",
         "gtrain.wire",
     },
     "gtrain.launch.cuda": {"torch"},

@@ -127,6 +127,16 @@ def main() -> None:
 
             command.main([argument for argument in arguments if argument != "verb=report"])
             return
+        if "verb=trace" in arguments:
+            from gtrain.reporting import trace
+
+            trace.main([argument for argument in arguments if argument != "verb=trace"])
+            return
+        if "verb=watch" in arguments:
+            from gtrain.reporting import watch
+
+            watch.main([argument for argument in arguments if argument != "verb=watch"])
+            return
         _typed[:] = arguments
         # Of several strategies, as each job of a sweep may have another one.
         several = ("-m", "--multirun", "hydra.mode=MULTIRUN", "verb=plan", "strategy=auto")

@@ -65,10 +65,11 @@ def write_report(folders: list[Path], output: Path | None = None, files: str = "
     runs = find_runs(folders)
     path = output or folders[0] / PAGE
     # Imported after the check.
+    from gtrain.reporting.comparison import write_comparison
     from gtrain.reporting.page import write_files
     from gtrain.reporting.run_page import write_run_page
 
-    figures = write_run_page(runs[0], path)
+    figures = write_run_page(runs[0], path) if len(runs) == 1 else write_comparison(runs, path)
     if files != "none":
         write_files(path.with_name(f"{path.stem}-figures"), figures, files)
     return path

@@ -24,7 +24,7 @@ def curves(run: RunRecord) -> list[Figure]:
     """Return the losses and the scores against epochs and against seconds of training."""
     history, found = run.history, []
     scores = [name for name in score_names(history) if not name.endswith("mean_rank")]
-    clock = _training_clock(run)
+    clock = training_clock(run)
     losses = [name for name in ("train/loss", "val/loss") if any(name in row for row in history)]
     for kind, names, title in (("loss", losses, "Loss"), ("score", scores[:6], "Validation scores")):
         rows: Table = [
@@ -70,7 +70,7 @@ def _lines(rows: Table, x: alt.X, y: str, title: str, series: str, names: list[s
     )
 
 
-def _training_clock(run: RunRecord) -> dict[int, float]:
+def training_clock(run: RunRecord) -> dict[int, float]:
     """Return the seconds of training, without validation and checkpoints, until the end of each epoch."""
     clock, total = {}, 0.0
     for row in run.ranks[0].epochs if run.ranks else []:
@@ -152,6 +152,8 @@ def traffic(run: RunRecord) -> list[Figure]:
     """Return the bytes of each rank, beside the lower bound if the strategy states one."""
     rows: Table = []
     labels = []
+    largest = max((row["bytes_sent"] for process in run.ranks for row in process.epochs), default=0)
+    unit, scale = ("MiB", _MIB) if largest >= _MIB / 10 else ("KiB", 1 << 10)
     for process in run.ranks:
         epochs = process.epochs
         if not epochs:
@@ -160,9 +162,9 @@ def traffic(run: RunRecord) -> list[Figure]:
         bound = [row["bound"] for row in epochs]
         rows.append({
             "rank": process.label,
-            "sent": sum(row["bytes_sent"] for row in epochs) / len(epochs) / _MIB,
-            "received": sum(row["bytes_received"] for row in epochs) / len(epochs) / _MIB,
-            "bound": None if None in bound else sum(bound) / len(bound) / _MIB,
+            "sent": sum(row["bytes_sent"] for row in epochs) / len(epochs) / scale,
+            "received": sum(row["bytes_received"] for row in epochs) / len(epochs) / scale,
+            "bound": None if None in bound else sum(bound) / len(bound) / scale,
         })  # fmt: skip
     if not any(row["sent"] or row["received"] for row in rows):
         return []
@@ -171,16 +173,16 @@ def traffic(run: RunRecord) -> list[Figure]:
     chart = alt.Chart(alt.Data(values=rows)).encode(
         y=y,
         tooltip=[alt.Tooltip("rank:N")]
-        + [alt.Tooltip(f"{name}:Q", format=",.4~g", title=f"{name}, MiB") for name in ("sent", "received", "bound")],
+        + [alt.Tooltip(f"{name}:Q", format=",.4~g", title=f"{name}, {unit}") for name in ("sent", "received", "bound")],
     )
     sent = chart.mark_bar(height={"band": 0.6}, color=BLUE).encode(
-        x=alt.X("sent:Q", title="MiB sent per epoch", axis=alt.Axis(tickCount=8))
+        x=alt.X("sent:Q", title=f"{unit} sent per epoch", axis=alt.Axis(tickCount=8))
     )
     if bounded:
         sent += chart.mark_tick(color=ORANGE, thickness=4, height={"band": 0.95}).encode(x="bound:Q")
     total, lowest = sum(row["sent"] for row in rows), sum(row["bound"] or 0 for row in rows)
-    text = f"The ranks send {total:.4g} MiB per epoch"
-    text += f"; the lower bound is {lowest:.4g} MiB." if bounded else "."
+    text = f"The ranks send {total:.4g} {unit} per epoch"
+    text += f"; the lower bound is {lowest:.4g} {unit}." if bounded else "."
     note = "The orange mark is the lower bound, the fewest bytes for this partitioning." if bounded else ""
     height = max(90, 26 * len(labels) + 20)
     figures = [make_figure("bytes", "Bytes of each rank", text, sent, note=note, height=height)]
@@ -188,14 +190,14 @@ def traffic(run: RunRecord) -> list[Figure]:
     for process in run.ranks[:1]:
         for row in thin(process.epochs):
             number = row["epoch"] + 1
-            points.append({"epoch": number, "series": "sent", "MiB": row["bytes_sent"] / _MIB})
+            points.append({"epoch": number, "series": "sent", "amount": row["bytes_sent"] / scale})
             if row["bound"] is not None:
-                points.append({"epoch": number, "series": "lower bound", "MiB": row["bound"] / _MIB})
+                points.append({"epoch": number, "series": "lower bound", "amount": row["bound"] / scale})
     if len({row["epoch"] for row in points}) > 1:
         names = ["sent", "lower bound"] if bounded else ["sent"]
         x = alt.X("epoch:Q", title="epoch", axis=alt.Axis(tickMinStep=1, format="d"))
-        lines = _lines(points, x, "MiB", "MiB", "series", names, zero=True)
-        text = f"Bytes that rank 0 sends in each epoch; {points[-1]['MiB']:.4g} MiB in the last."
+        lines = _lines(points, x, "amount", unit, "series", names, zero=True)
+        text = f"Bytes that rank 0 sends in each epoch; {points[-1]['amount']:.4g} {unit} in the last."
         figures.append(make_figure("bytes-by-epoch", "Bytes of each epoch, rank 0", text, lines))
     return figures
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gtrain.record.process_log import ProcessLog
+from gtrain.record.spans import SpanLog
 
 
 class Meter(Protocol):
@@ -43,6 +44,7 @@ class Counters:
         recording: whether to count: in training epochs, not in evaluation and set-up.
         meters: started and stopped with the recording.
         span: makes the context manager of a named time span; a timeline replaces it while it records.
+        spans: receives every wait and transfer that is counted, while a timeline records; else None.
     """
 
     bytes_sent: int = 0
@@ -56,6 +58,7 @@ class Counters:
     recording: bool = False
     meters: list[Meter] = field(default_factory=list, repr=False, compare=False)
     span: Callable[[str], AbstractContextManager[Any]] = field(default=nullcontext, repr=False, compare=False)
+    spans: SpanLog | None = field(default=None, repr=False, compare=False)
 
     def start(self) -> None:
         """Start to count, when a training epoch starts or continues."""
@@ -98,6 +101,8 @@ class Counters:
         now = time.perf_counter()
         self.comm_seconds += now - posted
         self.wait_seconds += now - wait_start
+        if self.spans is not None:
+            self.spans.waited(posted, wait_start, now)
         if threading.current_thread() is not threading.main_thread():
             return  # the main thread computes meanwhile, or waits for this one
         if reads:

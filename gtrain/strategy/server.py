@@ -30,11 +30,13 @@ from gtrain.launch.children import resolve, stop_event
 from gtrain.launch.environment import divide_cores, find_environment, ranks_on_this_machine
 from gtrain.launch.job_store import job_store
 from gtrain.launch.key_value import KeyValueStore, await_end
+from gtrain.launch.logs import log_path
 from gtrain.launch.slot import JobContext, Slot
 from gtrain.record.process_log import ProcessLog
+from gtrain.record.spans import write_spans
 from gtrain.strategy.counters import Counters, PeakMemory, cpu_seconds
 from gtrain.strategy.servers import FIGURES, START_SECONDS, Servers, server_directory, server_key
-from gtrain.wire import Caller, Client, Message, Security, Server
+from gtrain.wire import Caller, Client, Message, Security, Server, tracing
 
 Handler = Callable[[Message, Caller], Message | None]
 
@@ -216,4 +218,10 @@ def serve_role(target: str, job: JobContext, config: Any, stop: threading.Event)
         known=job.slot.role in job.roster.addresses,
         lasting_file=job.lasting_file,
     )
+    timeline = context.config.get("callbacks", {}).get("timeline") if context.config.get("verb") == "train" else None
+    if timeline:
+        tracing.start()
     resolve(target)(context)
+    if timeline:
+        name = log_path(Path(timeline["folder"]), f"spans {job.slot.label}").with_suffix(".json").name
+        write_spans(Path(timeline["folder"], name), job.slot.label, {"executed": tracing.stop().executed})

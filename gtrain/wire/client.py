@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from gtrain.errors import GtrainError
+from gtrain.wire import tracing
 from gtrain.wire.addresses import require_keys
 from gtrain.wire.client_session import ClientSession
 from gtrain.wire.errors import FrameError, WireError
@@ -223,6 +224,7 @@ class Client:
         request = PendingRequest(method, body, frames, nbytes, time.monotonic() + seconds, seconds, attended)
         # A request that was sent cannot be cancelled.
         request.future.set_running_or_notify_cancel()
+        begin = time.time_ns()
         with self._lock:
             self._open()
             self._wait_for_room(request)
@@ -236,8 +238,16 @@ class Client:
             # A request larger than the kernel's buffer: the client's own thread sends the rest.
             if self._session.link.unsent:
                 self._needs_driver.set()
+            if (log := tracing.active()) is not None:
+                self._trace(log, request, begin)
         self._deliver()
         return request
+
+    def _trace(self, log: tracing.RequestLog, request: PendingRequest, begin: int) -> None:
+        """Record a request once it is answered."""
+        who = {"client": self.name, "incarnation": self.incarnation, "sequence": request.sequence}
+        span = {"method": request.method, "peer": self.peer, "nbytes": request.nbytes, **who}
+        request.future.add_done_callback(lambda _: log.add(log.sent, begin, **span))
 
     def _open(self) -> None:
         """Connect on first use: the process may fork between the creation and the use of a client."""

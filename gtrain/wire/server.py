@@ -10,11 +10,13 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from gtrain.errors import ConfigError, GtrainError, disk_full
+from gtrain.wire import tracing
 from gtrain.wire.addresses import bound_address, reachable, require_keys
 from gtrain.wire.counters import Counters
 from gtrain.wire.errors import FrameError, WireError
@@ -310,6 +312,7 @@ class Server:
             if handler is None:
                 known = ", ".join(sorted(self._handlers)) or "none"
                 raise ConfigError(f"the method {header.method!r} does not exist", hint=f"use one of: {known}")
+            begin = time.time_ns()
             result = handler(message, Caller(header.client, header.client_incarnation, header.sequence))
         except Exception as err:
             self._reply(session, header, self._error_reply(header, err))
@@ -318,7 +321,10 @@ class Server:
             session.start(header.sequence, nbytes)
             # The callback runs in the thread that finishes the future; the loop sends the reply.
             result.add_done_callback(lambda future: self._defer(session, header, future))
+            if tracing.active() is not None:
+                result.add_done_callback(lambda future: _trace(header, begin))
         else:
+            _trace(header, begin)
             self._reply(session, header, self._result_reply(session, header, result))
 
     def _defer(self, session: ServerSession, header: Header, future: Future[Result]) -> None:
@@ -386,3 +392,10 @@ class Server:
         number = to.sequence if sequence is None else sequence
         header = Header(type, "", to.client, to.client_incarnation, number, self.incarnation)
         self.counters.bytes_sent += self._listener.send(routing, pack_header(header, body), frames)
+
+
+def _trace(header: Header, begin: int) -> None:
+    """Record a request that was executed, if a trace is recorded."""
+    if (log := tracing.active()) is not None:
+        who = {"client": header.client, "incarnation": header.client_incarnation, "sequence": header.sequence}
+        log.add(log.executed, begin, method=header.method, **who)

@@ -100,3 +100,29 @@ def test_pages_show_the_numbers_of_the_summary(tmp_path: Path) -> None:
                         key: rank[key] for key in cells
                     }
         assert all(address.startswith("file://") for address in page.requested)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser.COMMAND is None, reason="no Chromium is in the PATH (Debian: apt-get install chromium)")
+def test_pages_of_a_failed_run_and_of_a_sweep(tmp_path: Path) -> None:
+    lr = "model.optimizer.lr=1e38"
+    assert forked.gtrain(*SAR, lr, "report=true", "hydra.run.dir=failed", cwd=tmp_path).returncode == 1
+    settings = ("data.num_nodes=600", "data.num_edges=4000", "trainer.max_epochs=2", "report=true")
+    summaries = forked.sweep(tmp_path / "sweep", "strategy=single,sar", *settings)
+    with browser.browser(tmp_path / "profile") as page:
+        page.open(tmp_path / "failed" / "report.html", 400)
+        assert page.value("document.documentElement.scrollWidth") <= 400
+        assert page.value("document.querySelector('h1 .status').textContent") == "failed"
+        assert page.value("document.querySelector('#cause').textContent").startswith("the training loss of epoch")
+        assert page.value("document.querySelector('#failed-process').textContent") in ("rank 0", "rank 1")
+        assert "DataError" in page.value("document.querySelector('#failure pre').textContent")
+        assert page.value("document.querySelector('#figure-timeline svg') !== null")
+        page.open(tmp_path / "sweep" / "report.html", 1280)
+        assert page.value("document.documentElement.scrollWidth") <= 1280
+        rows = page.value(
+            "[...document.querySelectorAll('#comparison tbody tr')].map((row) => [row.querySelector('th').textContent,"
+            "row.querySelector('[data-metric=\"test/acc\"]').dataset.value])"
+        )
+        expected = [(each["strategy"], str(each["metrics"]["test/acc"])) for each in summaries]
+        assert [tuple(row) for row in rows] == expected and len(rows) == 2
+        assert (tmp_path / "sweep" / "0" / "report.html").is_file()

@@ -1,0 +1,72 @@
+"""Spans of one rank for a trace of the job: batches, layers, waits, messages between ranks, and its bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class SpanLog:
+    """The spans of one process; any thread may add to it.
+
+    A span has ``track``, ``name``, ``start`` and ``end`` (ns since 1970), and ``thread``. The time of day is read
+    once, so that spans agree with each other.
+
+    Args:
+        outer: makes the span of torch's profiler that goes with a named wait.
+    """
+
+    def __init__(self, outer: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self._outer, self._offset = outer, time.time_ns() - time.perf_counter_ns()
+        self._names = threading.local()
+        self.spans: list[dict[str, Any]] = []
+        self.samples: list[dict[str, Any]] = []
+
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """Name the wait that is counted next on this thread."""
+        self._names.last = name
+        with self._outer(name):
+            yield
+
+    def add(self, track: str, name: str, start: float, end: float, **fields: Any) -> None:
+        """Add a span from readings of ``time.perf_counter``."""
+        times = {"start": self._ns(start), "end": self._ns(end)}
+        thread = threading.current_thread()
+        where = "" if thread is threading.main_thread() else thread.name
+        self.spans.append({"track": track, "name": name, **times, "thread": where, **fields})
+
+    def waited(self, posted: float, wait_start: float, now: float) -> None:
+        """Add a wait, and the transfer that it waited for if that began earlier."""
+        name = getattr(self._names, "last", "wait: a reply")
+        self.add("waits", name, wait_start, now)
+        if posted != wait_start:
+            self.add("exchanges", name.removeprefix("wait: "), posted, now)
+
+    def sample(self, **values: float) -> None:
+        """Add the values of counters at this time."""
+        self.samples.append({"time": self._ns(time.perf_counter()), **values})
+
+    def _ns(self, seconds: float) -> int:
+        return round(seconds * 1e9) + self._offset
+
+
+def write_spans(path: Path, label: str, content: dict[str, Any]) -> None:
+    """Write the spans of a process, with its name and its machine.
+
+    Args:
+        path: the file.
+        label: ``rank 2``, ``parameter 0``.
+        content: lists of spans by name.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps({"process": label, "host": socket.gethostname(), "pid": os.getpid(), **content}))
+    os.replace(part, path)

@@ -1,0 +1,193 @@
+"""The page that compares several runs, such as those of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+
+from gtrain.record.run import Row, RunRecord
+from gtrain.reporting.figures import PARTS, score_names, steady_epochs, training_clock
+from gtrain.reporting.page import write_page
+from gtrain.reporting.run_page import Section, find_failure
+from gtrain.reporting.style import BLUE, ORANGE, Figure, Table, colour, make_figure, thin
+
+_LINES = 20
+"""Runs whose curves are drawn."""
+_MIB = 1 << 20
+
+
+def write_comparison(runs: list[RunRecord], path: Path) -> list[Figure]:
+    """Write the page of several runs, and return its figures."""
+    names = run_names(runs)
+    sections = [
+        Section("curves", "Training", _curves(runs, names)),
+        Section("cost", "Time, bytes and memory", [*_times(runs, names), *_costs(runs, names)]),
+    ]
+    sections = [section for section in sections if section.figures]
+    shown = [figure for section in sections for figure in section.figures]
+    rows = comparison_rows(runs, names)
+    metrics = [name for name in dict.fromkeys(name for row in rows for name in row["metrics"]) if "loss" not in name]
+    failures = [(name, find_failure(run)) for name, run in zip(names, runs, strict=True)]
+    write_page(
+        path,
+        "comparison.html.j2",
+        shown,
+        title=f"{len(runs)} runs",
+        folders=sorted({str(run.path.resolve().parent) for run in runs}),
+        rows=rows,
+        metrics=metrics,
+        best={name: _best(rows, name) for name in metrics},
+        failures=[(name, failure) for name, failure in failures if failure is not None],
+        sections=sections,
+    )
+    return shown
+
+
+def run_names(runs: list[RunRecord]) -> list[str]:
+    """Return a name for each run: the settings in which the runs differ, or else its folder; all are different."""
+    chosen = [{**dict(override.partition("=")[::2] for override in run.overrides), **run.choices} for run in runs]
+    keys = list(dict.fromkeys(key for settings in chosen for key in settings))
+    differing = [key for key in keys if len({settings.get(key) for settings in chosen}) > 1]
+    names = []
+    for settings, run in zip(chosen, runs, strict=True):
+        words = [value if key in run.choices else f"{key.rpartition('.')[2]}={value}" for key in differing
+                 if (value := settings.get(key)) is not None]  # fmt: skip
+        names.append(" ".join(words) or run.name)
+    repeated = {name for name in names if names.count(name) > 1}
+    return [f"{name} ({run.name})" if name in repeated else name for name, run in zip(names, runs, strict=True)]
+
+
+def comparison_rows(runs: list[RunRecord], names: list[str]) -> list[Row]:
+    """Return the rows of the table, with the numbers of each run's ``summary.json``; None where it has none."""
+    rows = []
+    for run, name in zip(runs, names, strict=True):
+        summary = run.summary
+        row: Row = {"name": name, "status": run.status, "folder": run.name, "metrics": {}, "best": None}
+        row |= dict.fromkeys(("epochs", "fit_seconds", "epoch_seconds", "sent", "bound", "memory"))
+        if summary is not None:
+            row["metrics"] = {key: value for key, value in summary["metrics"].items() if key.startswith("test/")}
+            row["best"] = summary["best"]
+            row["epochs"], row["fit_seconds"] = summary["epochs"], summary["fit_seconds"]
+            epochs = max(summary["epochs"], 1)
+            workers = [rank for rank in summary["ranks"] if rank["role"] == "worker"]
+            row["epoch_seconds"] = sum(summary["epoch_seconds"]) / epochs
+            row["sent"] = sum(rank["bytes_sent"] for rank in workers) / epochs
+            bounds = [rank["comm_bound_bytes"] for rank in workers]
+            row["bound"] = None if None in bounds else sum(bounds) / epochs
+            row["memory"] = max(rank["peak_rss_bytes"] for rank in summary["ranks"])
+        rows.append(row)
+    return rows
+
+
+def _best(rows: list[Row], name: str) -> float | None:
+    """Return the best value of a score; the lowest of a mean rank."""
+    values = [row["metrics"][name] for row in rows if row["metrics"].get(name) is not None]
+    if len(values) < 2:
+        return None
+    return float(min(values) if name.endswith("mean_rank") else max(values))
+
+
+def _curves(runs: list[RunRecord], names: list[str]) -> list[Figure]:
+    """Return the first score, and the training loss, of all runs against epochs and seconds."""
+    every = [score for run in runs for score in score_names(run.history)]
+    scores = [run.summary["best"]["name"] for run in runs if run.summary and run.summary["best"]] or every
+    found = []
+    for metric, title, key in ((scores[0] if scores else "", "", "score"), ("train/loss", "Training loss", "loss")):
+        rows: Table = []
+        for run, name in list(zip(runs, names, strict=True))[:_LINES]:
+            clock = training_clock(run)
+            for row in thin(run.history, 150):
+                if row.get(metric) is not None:
+                    values = {"epoch": row["epoch"] + 1, "seconds": clock.get(row["epoch"]), "value": row[metric]}
+                    rows.append({"run": name, **values})
+        if not rows:
+            continue
+        shown = list(dict.fromkeys(str(row["run"]) for row in rows))
+        last = {row["run"]: row["value"] for row in rows}
+        said = ", ".join(f"{run} ends at {value:.4g}" for run, value in last.items())
+        note = f"The first {_LINES} of {len(runs)} runs." if len(runs) > _LINES else ""
+        for axis, label in (("epoch", "epoch"), ("seconds", "seconds of training")):
+            unit = "epochs" if axis == "epoch" else "seconds"
+            ticks = alt.Axis(tickCount=8, tickMinStep=1, format="d") if axis == "epoch" else alt.Axis(tickCount=8)
+            chart = (
+                alt.Chart(alt.Data(values=rows))
+                .mark_line(point=alt.OverlayMarkDef(size=18, filled=True) if len(rows) < 600 else False)
+                .encode(
+                    x=alt.X(f"{axis}:Q", title=label, axis=ticks),
+                    y=alt.Y("value:Q", title=metric, scale=alt.Scale(zero=False)),
+                    color=colour("run", shown, columns=3),
+                    tooltip=["run:N", f"{axis}:Q", alt.Tooltip("value:Q", title=metric, format=".5~g")],
+                )
+            )
+            heading = f"{title or metric} against {unit}"
+            found.append(make_figure(f"{key}-by-{axis}", heading, f"{heading}: {said}.", chart, note=note))
+    return found
+
+
+def _times(runs: list[RunRecord], names: list[str]) -> list[Figure]:
+    rows: Table = []
+    for run, name in zip(runs, names, strict=True):
+        epochs = [row for process in run.ranks for row in steady_epochs(process)]
+        for order, part in enumerate(PARTS if epochs else ()):
+            rows.append({"run": name, "part": part, "order": order, "seconds": _mean(epochs, part)})
+    if not rows:
+        return []
+    totals: dict[str, float] = {}
+    for row in rows:
+        totals[row["run"]] = totals.get(row["run"], 0.0) + row["seconds"]
+    fastest = min(totals, key=lambda name: totals[name])
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_bar(height={"band": 0.7})
+        .encode(
+            x=alt.X("seconds:Q", title="seconds per epoch", stack="zero", axis=alt.Axis(tickCount=8)),
+            y=alt.Y("run:N", title=None, sort=list(totals)),
+            color=colour("part", PARTS),
+            order="order:Q",
+            tooltip=["run:N", "part:N", alt.Tooltip("seconds:Q", format=".4~g")],
+        )
+    )
+    text = f"Time of an epoch by run; {fastest} is fastest, {totals[fastest]:.3g} s."
+    note = "Mean over the ranks, and the epochs after the first."
+    height = max(90, 26 * len(totals) + 20)
+    return [make_figure("time", "Time of an epoch", text, chart, note=note, height=height)]
+
+
+def _mean(rows: list[Row], key: str) -> float:
+    return float(sum(row[key] for row in rows) / len(rows))
+
+
+def _costs(runs: list[RunRecord], names: list[str]) -> list[Figure]:
+    """Return the bytes that an epoch sends, and the peak memory, of each run."""
+    rows = [row for row in comparison_rows(runs, names) if row["sent"] is not None]
+    if not rows:
+        return []
+    height = max(90, 26 * len(rows) + 20)
+    found = []
+    columns: list[tuple[str, str, str, Callable[[Row], float]]] = [
+        ("memory", "Peak memory", "MiB, the largest process", lambda row: row["memory"] / _MIB)
+    ]
+    if any(row["sent"] for row in rows):
+        columns.insert(0, ("bytes", "Bytes", "MiB sent per epoch by all ranks", lambda row: row["sent"] / _MIB))
+    for key, title, unit, value in columns:
+        values: Table = [{"run": row["name"], "MiB": value(row), "bound": _bound(row, key)} for row in rows]
+        base: Any = alt.Chart(alt.Data(values=values)).encode(
+            y=alt.Y("run:N", title=None, sort=[row["name"] for row in rows]),
+            tooltip=["run:N", alt.Tooltip("MiB:Q", format=",.4~g")],
+        )
+        axis = alt.X("MiB:Q", title=unit, axis=alt.Axis(tickCount=6))
+        chart = base.mark_bar(height={"band": 0.6}, color=BLUE).encode(x=axis)
+        bounded = any(row["bound"] is not None for row in values)
+        if bounded:
+            chart += base.mark_tick(color=ORANGE, thickness=4, height={"band": 0.95}).encode(x="bound:Q")
+        text = f"{title} by run: " + ", ".join(f"{row['run']} {row['MiB']:.4g} MiB" for row in values) + "."
+        note = "The orange mark is the lower bound for the run's partitioning." if bounded else ""
+        found.append(make_figure(key, title, text, chart, note=note, height=height))
+    return found
+
+
+def _bound(row: Row, key: str) -> float | None:
+    return row["bound"] / _MIB if key == "bytes" and row["bound"] is not None else None
