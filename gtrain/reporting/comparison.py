@@ -118,7 +118,7 @@ def _curves(runs: list[RunRecord], names: list[str]) -> list[Figure]:
                 .encode(
                     x=alt.X(f"{axis}:Q", title=label, axis=ticks),
                     y=alt.Y("value:Q", title=metric, scale=alt.Scale(zero=False)),
-                    color=colour("run", shown, columns=3),
+                    color=colour("run", shown),
                     tooltip=["run:N", f"{axis}:Q", alt.Tooltip("value:Q", title=metric, format=".5~g")],
                 )
             )

@@ -94,7 +94,7 @@ def picture(
         for row, label in zip(table, labels.tolist(), strict=True):
             row["label"] = label_of.get(label, "other")
         shown = [*label_of.values(), *(["other"] if len(values) > len(frequent) else [])]
-        chart = base.encode(**place, color=colour("label", shown, "label", 8), tooltip=["name:N", "label:N"])
+        chart = base.encode(**place, color=colour("label", shown, "label"), tooltip=["name:N", "label:N"])
         text += f", coloured by their {len(values)} labels"
     title = f"Picture of {subject}"
     return [make_figure("picture", title, f"{text}.", chart, note=f"{text}.", wide=True, height=460)]

@@ -50,8 +50,10 @@ def make_figure(
     return Figure(name, title, description, spec, note, wide)
 
 
-def colour(field: str, names: Sequence[str], title: str | None = None, columns: int = 4) -> alt.Color:
-    """Return the encoding of series by colour, with a legend above the figure."""
+def colour(field: str, names: Sequence[str], title: str | None = None) -> alt.Color:
+    """Return the encoding of series by colour, with a legend above the figure in as many columns as fit its width."""
+    pixels = 34 + 7 * min(25, max(map(len, names), default=0))
+    columns = alt.ExprRef(f"max(1, floor(width / {pixels}))")
     palette = [COLOURS[number % len(COLOURS)] for number in range(len(names))]
     legend = alt.Legend(title=title, orient="top", columns=columns, symbolLimit=24) if len(names) > 1 else None
     return alt.Color(f"{field}:N", scale=alt.Scale(domain=list(names), range=palette), legend=legend, sort=list(names))
