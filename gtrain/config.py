@@ -267,6 +267,7 @@ class PlanConfig(Settings):
     cut: float = setting(
         0.25, "assumed fraction of the edges between different parts, for data without a store", least=0, most=1
     )
+    chosen: str | None = setting(None, "what `strategy=auto` chose; the command sets it")
     format: str = setting(
         "table", "what is printed; `plan.json` in the run's folder has all of it", words=("table", "json")
     )
@@ -294,6 +295,27 @@ class StrategyConfig(Settings):
     dropout: str = setting("exact", "random numbers of dropout", words=DROPOUT)
 
 
+AUTO = "auto"
+"""The value of ``strategy`` that leaves the choice to the plan."""
+
+
+@dataclass
+class AutoConfig(StrategyConfig):
+    """The strategy that `gtrain plan` recommends for these settings, chosen before ranks start."""
+
+    race_seconds: float = setting(
+        0.0,
+        "time for which each of the two best strategies trains; the one with the better validation score then goes on "
+        "from its checkpoint; 0: no race, the plan decides",
+        least=0,
+        unit="seconds",
+    )
+
+
+AUTO_SETTINGS = tuple({*defaults(AutoConfig)} - {*defaults(StrategyConfig)})
+"""Settings of ``strategy=auto`` that other strategies lack."""
+
+
 def register(*, sweep: bool = False) -> None:
     """Register the schemas of the trainer, the data sources and every backend, and gtrain's resolvers, with Hydra.
 
@@ -319,6 +341,7 @@ def register(*, sweep: bool = False) -> None:
     usable = backends.usable()
     for name, backend in usable.items():
         store.store(group="schema/strategy", name=name, node=schema(backend.load_config(), flags={"struct": False}))
+    store.store(group="schema/strategy", name=AUTO, node=schema(AutoConfig, flags={"struct": False}))
     shortcuts = [key for backend in usable.values() for key in backend.shortcuts] if sweep else []
     store.store(group="schema", name="shortcuts", node=OmegaConf.create(dict.fromkeys(shortcuts)))
 
@@ -344,7 +367,12 @@ def _fan_out(layers: Any) -> ListConfig:
 
 
 def fit_strategy(
-    cfg: DictConfig, typed: Sequence[str] = (), *, sweep: bool = False, experiment: str | None = None
+    cfg: DictConfig,
+    typed: Sequence[str] = (),
+    *,
+    sweep: bool = False,
+    experiment: str | None = None,
+    setter: str = "the sweep",
 ) -> str:
     """Remove from a composed configuration the settings for other strategies.
 
@@ -356,6 +384,7 @@ def fit_strategy(
         typed: keys that the command line sets.
         sweep: whether the job is one of a sweep.
         experiment: the experiment of the job.
+        setter: what sets keys for several strategies, for the line that lists them.
 
     Returns:
         One line that lists the removed settings; empty if nothing was removed.
@@ -369,7 +398,7 @@ def fit_strategy(
     def origin(key: str) -> str | None:
         """Return the sweep or experiment that set a key for another strategy; None if the key is a mistake."""
         if key in typed:
-            return "the sweep" if sweep else None
+            return setter if sweep else None
         return None if experiment is None else f"experiment={experiment}"
 
     for key, value in _foreign(cfg, backend):

@@ -25,6 +25,7 @@ LIGHT = (
     "gtrain.__main__",
     "gtrain.backends",
     "gtrain.cli",
+    "gtrain.cli.auto",
     "gtrain.cli.entry",
     "gtrain.cli.explain",
     "gtrain.cli.sweeps",
@@ -62,6 +63,7 @@ LIGHT = (
     "gtrain.model.config",
     "gtrain.moved",
     "gtrain.object_store",
+    "gtrain.plan.compose",
     "gtrain.plan.machine",
     "gtrain.record.events",
     "gtrain.run.runs",
@@ -79,6 +81,7 @@ LIGHT_PACKAGES = (
     "gtrain.run",
 )  # these import at most gtrain.lazy
 LATE = {
+    "gtrain.cli.auto": {"gtrain.plan.rows"},
     "gtrain.cli": {"gtrain.cli.entry"},
     "gtrain.cli.entry": {
         "gtrain.doctor.packages",

@@ -30,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gtrain import __version__, backends, config, messages, targets
-from gtrain.cli import explain, sweeps
+from gtrain.cli import auto, explain, sweeps
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.launch import launchers
 from gtrain.launch.launchers.manual import Manual
@@ -343,12 +343,17 @@ def _checked_launch(cfg: DictConfig, overrides: list[str]) -> Any:
         from gtrain.plan import command
 
         return command.run(cfg, overrides, hydra_config.runtime.choices.get("experiment"))
+    experiment = hydra_config.runtime.choices.get("experiment")
+    choices = {group: str(hydra_config.runtime.choices[group]) for group in ("strategy", "data", "model")}
+    if cfg.strategy.name == config.AUTO:
+        settled = auto.settle(cfg, overrides, choices, experiment, launch)
+        targets.settle(settled.cfg, _typed)
+        return launch(settled.cfg, settled.choices, settled.overrides)
     sweep = hydra_config.mode == RunMode.MULTIRUN
-    notice = config.fit_strategy(cfg, typed, sweep=sweep, experiment=hydra_config.runtime.choices.get("experiment"))
+    notice = config.fit_strategy(cfg, typed, sweep=sweep, experiment=experiment)
     if notice and launchers.is_first():
         print(notice, file=sys.stderr)
     targets.settle(cfg, _typed)
-    choices = {group: str(hydra_config.runtime.choices[group]) for group in ("strategy", "data", "model")}
     return launch(cfg, choices, overrides)
 
 

@@ -31,7 +31,10 @@ def declared() -> dict[str, dict[str, type]]:
     """Return the dataclasses that declare settings, by group and option (``""`` in a group without options)."""
     return {
         JOB: {"": config.JobConfig},
-        "strategy": {name: backend.load_config() for name, backend in backends.usable().items()},
+        "strategy": {
+            config.AUTO: config.AutoConfig,
+            **{name: backend.load_config() for name, backend in backends.usable().items()},
+        },
         "data": dict(SCHEMAS),
         "model": {name: _model_settings(name, text) for name, text in yaml_texts()["model"].items()},
         "trainer": {"": config.TrainerConfig},

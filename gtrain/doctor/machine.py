@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gtrain.launch import launchers
+from gtrain.memory.limits import group_limit
 
 SHARED_MEMORY = Path("/dev/shm")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -27,6 +28,7 @@ def facts(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "memory": memory(),
         "shared_memory": folder_state(SHARED_MEMORY),
         "temporary_folder": folder_state(Path(tempfile.gettempdir())),
+        "current_folder": folder_state(Path.cwd()),
         "open_files": {"limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0]},
         "environment": {
             name: environ[name]
@@ -46,10 +48,7 @@ def memory() -> dict[str, Any]:
     """Return the memory of the machine, the memory available to programs, and the limit of the container, if any."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
     total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    limit = _group_file("memory.max", "memory/memory.limit_in_bytes")
-    # Without a limit version 2 of control groups has "max", version 1 a number beyond any memory.
-    bound = int(limit) if limit is not None and limit.isdigit() and int(limit) < total else None
-    return {"total": total, "available": available, "limit": bound}
+    return {"total": total, "available": available, "limit": group_limit()}
 
 
 def folder_state(folder: Path) -> dict[str, Any]:

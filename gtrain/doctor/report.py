@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gtrain import backends
-from gtrain.doctor import machine, packages, probe
+from gtrain.doctor import calibration, machine, packages, probe
 from gtrain.doctor.machine import PINNING_VARIABLES, THREAD_VARIABLES
 from gtrain.doctor.probe import KAMINPAR, METIS
 from gtrain.errors import ConfigError
 from gtrain.messages import did_you_mean
 
 FORMATS = ("text", "json")
-KEYS = ("format", "strategy", "trainer.num_nodes", "trainer.devices")
+KEYS = ("format", "strategy", "trainer.num_nodes", "trainer.devices", "calibrate")
 GIB = 2**30
 
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     launcher = machine.launcher()
     if launcher["rank"] != 0:
         return 0  # rank 0 prints
-    facts = collect()
+    facts = {**collect(), "calibration": calibration.facts(measure=settings["calibrate"])}
     ranks = launcher["ranks_here"] or settings["trainer.num_nodes"] * settings["trainer.devices"]
     findings = judge(facts, ranks, settings["strategy"])
     if settings["format"] == "json":
@@ -63,7 +63,13 @@ def main(arguments: Sequence[str]) -> int:
 
 def read(arguments: Sequence[str]) -> dict[str, Any]:
     """Parse the command line."""
-    settings: dict[str, Any] = {"format": "text", "strategy": None, "trainer.num_nodes": 1, "trainer.devices": 1}
+    settings: dict[str, Any] = {
+        "format": "text",
+        "strategy": None,
+        "trainer.num_nodes": 1,
+        "trainer.devices": 1,
+        "calibrate": False,
+    }
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or key not in KEYS:
@@ -75,7 +81,12 @@ def read(arguments: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"format={value} was set for gtrain doctor.", hint=f"choose {' or '.join(FORMATS)}.")
         if key.startswith("trainer.") and not (value.isdecimal() and int(value) > 0):
             raise ConfigError(f"{argument} was set; it must be an integer above 0.", hint=f"set {key}=1.")
-        settings[key] = int(value) if key.startswith("trainer.") else value
+        if key == "calibrate" and value not in ("true", "false"):
+            raise ConfigError(f"{argument} was set for gtrain doctor.", hint="choose true or false.")
+        if key == "calibrate":
+            settings[key] = value == "true"
+        else:
+            settings[key] = int(value) if key.startswith("trainer.") else value
     return settings
 
 
@@ -113,6 +124,7 @@ def lines(facts: dict[str, Any], findings: Sequence[Finding]) -> Iterator[str]:
     """Yield the lines of the text format."""
     yield from _machine_lines(facts)
     yield from _device_lines(facts)
+    yield from _calibration_lines(facts.get("calibration"))
     yield from _package_lines(facts["packages"])
     yield "strategies"
     for name, state in facts["strategies"].items():
@@ -139,8 +151,10 @@ def _machine_lines(facts: dict[str, Any]) -> Iterator[str]:
     yield f"  {'cores':<16} {cores['usable']} usable of {cores['machine']}{limit}"
     limit = "" if memory["limit"] is None else f", limited to {size(memory['limit'])}"
     yield f"  {'memory':<16} {size(memory['available'])} free of {size(memory['total'])}{limit}"
-    for title, name in (("shared memory", "shared_memory"), ("temporary", "temporary_folder")):
-        yield f"  {title:<16} {_folder(facts[name])}"
+    folders = {"shared memory": "shared_memory", "temporary": "temporary_folder", "current folder": "current_folder"}
+    for title, name in folders.items():
+        if name in facts:
+            yield f"  {title:<16} {_folder(facts[name])}"
     count = 0 if gpus is None else len(gpus["devices"])
     built = "" if gpus is None or gpus["built_for"] else " that torch can use: it is built without CUDA"
     yield f"  {'GPUs':<16} {count or f'none{built}'}"
@@ -174,6 +188,28 @@ def _device_lines(facts: dict[str, Any]) -> Iterator[str]:
         if state["error"] is None:
             on_cpus = "not used: trains on CPUs" if state["gpu"] is None else "used"
             yield f"  {name:<16} {state['gpu'] or on_cpus}"
+
+
+def _calibration_lines(facts: dict[str, Any] | None) -> Iterator[str]:
+    """Yield the constants by which ``gtrain plan`` computes."""
+    if facts is None:
+        return
+    yield "constants of gtrain plan"
+    if facts["error"] is not None:
+        yield f"  not measured: {facts['error']}"
+    if facts["constants"] is None:
+        yield "  defaults: gtrain doctor calibrate=true measures those of this machine in less than a minute"
+        return
+    constants, giga = facts["constants"], 1e9
+    yield f"  {'file':<16} {facts['file']}"
+    rates = f"{constants['flops'] / giga:.3g} GFLOP/s, {constants['flops_bfloat16'] / giga:.3g} in bfloat16"
+    yield f"  {'a core':<16} {rates}"
+    memory = ", ".join(
+        f"{name} {constants[name] / giga:.3g}" for name in ("stream", "gather", "attention", "bandwidth")
+    )
+    yield f"  {'memory, GB/s':<16} {memory}"
+    yield f"  {'disk, GB/s':<16} {constants['disk'] / giga:.3g}"
+    yield f"  {'ranks, GB/s':<16} {constants['link'] / giga:.3g}, {constants['wake'] * 1e6:.3g} us a message"
 
 
 def _folder(facts: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ Work of one core counts by its CPU time, in which they do not take part.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -33,7 +34,7 @@ from gtrain.graph.sampling.sampler import NeighborSampler
 from gtrain.kernel_cache import find_cache
 from gtrain.launch.agent import preload
 from gtrain.launch.children import PRELOAD
-from gtrain.nn.dropout import NO_DROPOUT
+from gtrain.nn.dropout import NO_DROPOUT, Mask
 from gtrain.strategy.counters import anonymous_bytes
 
 _ROWS, _WIDTH, _DEGREE = 100_000, 256, 10
@@ -60,6 +61,7 @@ def constants(folder: Path | None = None) -> dict[str, float]:
         "flops_bfloat16": _flops(torch.bfloat16),
         "gather": _gather(edges, rows),
         "attention": _attention(edges, rows),
+        "logit": _logit(edges),
         "sampling": _sampling(edges),
         **_streams(),
         "dispatch": _dispatch(),
@@ -115,6 +117,19 @@ def _attention(edges: CompressedEdges, rows: Tensor) -> float:
         attention_finish(state)
 
     return len(edges.columns) * rows[0].nbytes / _fastest(attend)
+
+
+def _logit(edges: CompressedEdges) -> float:
+    """Return the seconds of one head of one edge whose row is small, with dropout of the coefficients."""
+    heads, mask = 4, Mask(0.5, 1)
+    x, logits = torch.rand(_ROWS, heads, 4), torch.rand(_ROWS, heads)
+
+    def attend() -> None:
+        state = attention_state(_ROWS, x)
+        attention_forward(edges, AttentionInputs(x, logits, logits, 0.2, mask), state)
+        attention_finish(state)
+
+    return _fastest(attend) / (len(edges.columns) * heads)
 
 
 def _one_edge() -> CompressedEdges:
@@ -198,3 +213,7 @@ def _link() -> dict[str, float]:
     here.close()
     thread.join()
     return {"link": link, "wake": wake}
+
+
+if __name__ == "__main__":
+    print(json.dumps(constants()))

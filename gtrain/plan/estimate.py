@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from gtrain.plan.machine import Machine
@@ -206,7 +206,14 @@ class PlannedRun:
 
 
 class Planner(ABC):
-    """The formulas of a backend, which :attr:`gtrain.backends.Backend.planner` names."""
+    """The formulas of a backend, which :attr:`gtrain.backends.Backend.planner` names.
+
+    Attributes:
+        exact_validation: settings of the group ``strategy`` with which the run validates on all neighbours, as other
+            strategies do, for ``strategy.race_seconds``.
+    """
+
+    exact_validation: ClassVar[Mapping[str, Any]] = {}
 
     def variants(self, config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """Return the modes that have a row each, as settings of the group ``strategy`` by name; ``{}``: as they are.

@@ -73,9 +73,10 @@ def add_layer_time(
     if layer.kind == ATTENTION:
         estimate.add(
             BANDWIDTH, f"attention of layer {number}",
-            "edges * width * item * (1 + backward) * steps / (cores * attention)",
-            edges=edges, width=layer.width, item=run.workload.item, backward=BACKWARD_ATTENTION, steps=times,
-            cores=run.cores, attention=run.machine.attention,
+            "edges * (width * item / attention + heads * logit) * (1 + backward) * steps / cores",
+            edges=edges, width=layer.width, heads=layer.heads, logit=run.machine.logit,
+            item=run.workload.item, backward=BACKWARD_ATTENTION, steps=times, cores=run.cores,
+            attention=run.machine.attention,
         )  # fmt: skip
     elif layer.sums_forward or layer.sums_backward:
         estimate.add(

@@ -42,6 +42,9 @@ class Machine(Settings):
     attention: float = setting(
         3e9, "bytes of rows that one core weights by attention and sums", above=0, unit="bytes per second"
     )
+    logit: float = setting(
+        1e-8, "the coefficient of one head of one edge, with dropout, on one core", above=0, unit="seconds"
+    )
     sampling: float = setting(
         1.5e7, "edges that one core samples, with the numbering of their nodes", above=0, unit="edges per second"
     )

@@ -9,19 +9,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from hydra import compose
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from gtrain import backends, config
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.launch import launchers
+from gtrain.plan.compose import for_strategy, settings_text
 from gtrain.plan.estimate import MEMORY, SERVER_MEMORY, Estimate, NotEstimated, PlannedRun
 from gtrain.plan.machine import Machine, load, this_machine
 from gtrain.plan.workload import Workload, describe
 from gtrain.run.sketch import ModelSketch
 from gtrain.run.task import data_module
-from gtrain.settings import as_typed
 
 MOST_MACHINES = 1 << 16
 
@@ -49,11 +48,19 @@ class Row:
     @property
     def title(self) -> str:
         """The settings that choose this row, as a user types them."""
-        shortcuts = backends.get(self.strategy).shortcuts
-        settings = (
-            f"{key if key in shortcuts else f'strategy.{key}'}={as_typed(v)}" for key, v in self.variant.items()
-        )
-        return " ".join((f"strategy={self.strategy}", *settings))
+        return " ".join((f"strategy={self.strategy}", *settings_text(self.strategy, self.variant)))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an epoch."""
+        assert self.estimate is not None
+        return self.estimate.seconds
+
+    @property
+    def race_settings(self) -> Mapping[str, Any]:
+        """The settings by which it validates as other strategies do."""
+        settings: Mapping[str, Any] = backends.get(self.strategy).load_planner().exact_validation
+        return settings
 
     @property
     def machine_bytes(self) -> float:
@@ -89,7 +96,7 @@ class Plan:
     @cached_property
     def ranking(self) -> list[Row]:
         """The rows that fit, the shortest epoch first."""
-        return sorted((row for row in self.rows if row.fits), key=_seconds)
+        return sorted((row for row in self.rows if row.fits), key=lambda row: row.seconds)
 
     @property
     def recommended(self) -> Row | None:
@@ -107,9 +114,9 @@ class Plan:
             needed, there = (f"{value / 2**30:.1f} GiB" for value in (least.machine_bytes, self.machine.memory))
             return f"Nothing fits: {least.title} needs least, {needed} of the {there} of a machine."
         best, others = self.ranking[0], [row for row in self.ranking[1:] if row.strategy != self.ranking[0].strategy]
-        text = f"{best.title} has the shortest epoch of those that fit, {_seconds(best):.3g} s"
+        text = f"{best.title} has the shortest epoch of those that fit, {best.seconds:.3g} s"
         if others:
-            text += f" (then {others[0].title}, {_seconds(others[0]):.3g} s)"
+            text += f" (then {others[0].title}, {others[0].seconds:.3g} s)"
         if killed := [row.title for row in estimated if not row.fits]:
             text += f"; {', '.join(killed)} would exceed the memory"
         assert best.estimate is not None
@@ -133,11 +140,6 @@ class Plan:
             "recommended": None if self.recommended is None else self.recommended.title,
             "reason": self.reason,
         }
-
-
-def _seconds(row: Row) -> float:
-    assert row.estimate is not None
-    return row.estimate.seconds
 
 
 def _row_dict(row: Row) -> dict[str, Any]:
@@ -206,15 +208,10 @@ class Planning:
         """Yield the resolved configuration of each strategy that accepts the settings."""
         own = str(self.cfg.strategy.name)
         names = list(self.names or backends.usable())
-        typed = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in self.overrides]
-        others = [text for text, key in zip(self.overrides, typed, strict=True) if key not in ("strategy", "verb")]
         # The strategy of the command line comes first.
         for name in sorted(names, key=lambda name: name != own):
             try:
-                cfg = compose("config", [*others, f"strategy={name}"])
-                with open_dict(cfg):
-                    cfg.paths.run = self.cfg.paths.run
-                config.fit_strategy(cfg, typed, sweep=True, experiment=self.experiment)
+                cfg, _, _ = for_strategy(self.cfg, name, self.overrides, self.experiment)
                 config.validate(cfg)
                 yield name, config.plain(cfg)
             except GtrainError as error:

@@ -205,7 +205,8 @@ class Task:
             ranks += server_meter.ranks(server_figures, [traffic for _, traffic, _ in gathered])
         if strategy.is_global_zero:
             preparation = next((memory for _, _, memory in gathered if memory is not None), None)
-            resolved = strategy.resolved_settings()
+            chosen = config["plan"]["chosen"]
+            resolved = strategy.resolved_settings() | ({} if chosen is None else {"strategy": chosen})
             epoch_metrics = report.EpochMetrics(metrics, epoch_of, best)
             content = report.summary(
                 config, self.choices, data, recorder, epoch_metrics, ranks, fit_seconds, resolved, preparation

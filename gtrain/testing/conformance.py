@@ -14,6 +14,7 @@ last lines of each rank's log are shown. Requires Linux and pytest (``pip instal
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import tempfile
@@ -30,6 +31,8 @@ from gtrain.testing import processes
 from gtrain.testing.processes import LIMIT, ok, show, summary
 
 EPOCHS = 4
+MESSAGE_BYTES = 1024
+"""Bytes of an epoch beside those that grow with data and model: counts of seeds, flags, ends of epochs."""
 Overrides = tuple[str, ...]
 Parts = Callable[[Path, int], tuple[Overrides, Overrides]]
 """Writes data for a number of ranks into a folder; returns the overrides for the data and for the parts."""
@@ -129,7 +132,13 @@ class Conformance:
 
     @classmethod
     def run(
-        cls, folder: Path, ranks: int, *overrides: str, data: Overrides | None = None, tmp: Path | None = None
+        cls,
+        folder: Path,
+        ranks: int,
+        *overrides: str,
+        data: Overrides | None = None,
+        tmp: Path | None = None,
+        verb: str = "train",
     ) -> CompletedProcess[str]:
         """Train with the strategy. The run's folder is ``folder / "run"``; later overrides take precedence.
 
@@ -139,11 +148,12 @@ class Conformance:
             overrides: overrides in addition to the workload's and the strategy's.
             data: overrides that replace the workload's data.
             tmp: folder for temporary files.
+            verb: of the command.
         """
         common = (f"strategy={cls.strategy}", *(data or cls.workload.data), *cls.workload.model, *_SETTINGS)
         arguments = (*common, f"{cls.ranks_key}={ranks}", *cls.settings, *overrides, "hydra.run.dir=run")
         env = {**cls.env, **({} if tmp is None else {"TMPDIR": str(tmp)})}
-        return cls.command(*arguments, cwd=folder, timeout=cls.timeout, env=env)
+        return cls.command(verb, *arguments, cwd=folder, timeout=cls.timeout, env=env)
 
     @classmethod
     def train(cls, folder: Path, ranks: int, *overrides: str, data: Overrides | None = None) -> dict[str, Any]:
@@ -200,6 +210,20 @@ class Conformance:
         if not one_seed or ranks == 1:
             pytest.skip("the workload has no such setting, or the strategy one rank")
         assert_alike(self.train(tmp_path, ranks, *one_seed), self.single(*one_seed), self.ranks[ranks])
+
+    def test_the_plan_is_the_measured_run(self, tmp_path: Path) -> None:
+        """``gtrain plan`` states the bytes that a rank sends within 5 %, and its memory within 20 %."""
+        ranks = self.exact()
+        measured = summary(_trained(type(self), ranks))["ranks"]
+        result = ok(self.run(tmp_path, ranks, verb="plan"))
+        rows = json.loads((tmp_path / "run" / "plan.json").read_text())["rows"]
+        row = next(row for row in rows if row["strategy"] == self.strategy)
+        if row["refusal"] is not None:
+            pytest.skip(f"gtrain plan has no estimate: {row['refusal']}\n{show(result)}")
+        workers = [rank for rank in measured if rank["role"] == "worker"]
+        sent = max(rank["bytes_sent"] for rank in workers) / EPOCHS
+        assert row["sent_bytes_per_epoch"] == pytest.approx(sent, rel=0.05, abs=MESSAGE_BYTES)
+        assert row["memory_bytes"] == pytest.approx(max(rank["peak_anonymous_bytes"] for rank in workers), rel=0.2)
 
     def test_a_killed_rank_is_named_and_nothing_is_left(self, tmp_path: Path) -> None:
         """The message names the first cause, all processes end, and only files of the run remain."""

@@ -19,7 +19,7 @@ from gtrain.plan.estimate import (
 
 _HIDDEN = 0.9  # of partitions read ahead and written behind: docs/benchmarks.md
 _SLOTS_OF_SEVERAL = 3
-_EDGE_BYTES = 24  # ends, relation and position of an edge of the bucket that is trained, and its shuffled copy
+_EDGE_BYTES = 112  # ends, relation and position of an edge of the bucket that is trained, and their shuffled copies
 _STEP_OPERATIONS = 20
 
 

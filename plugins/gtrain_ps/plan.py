@@ -17,6 +17,7 @@ from gtrain.plan.estimate import (
 from gtrain_ps.costs import Load, allowed_plans, cheapest
 
 _HIDDEN = 0.5  # workers send batches ahead while servers compute
+_GENERATORS, _LOOPS = 1024, 82_000  # bytes of the states of random numbers in a step, and of Lightning's in an epoch
 _BUFFERS = 6e7  # bytes of compiled kernels, and of the wire's buffers
 
 
@@ -45,6 +46,12 @@ class PsPlanner(Planner):
             estimate.add(
                 SENT, "gradients of the other layers", "steps * parameters * item",
                 steps=steps, parameters=work.parameters, item=work.item,
+            )  # fmt: skip
+        if settings["rest"] == "server" and settings["max_restarts"] and settings["durability"] != "none":
+            estimate.add(
+                SENT, "progress for a restart", "steps * ((1 + states) * parameters * item + generators) + loops",
+                steps=steps, states=work.states, parameters=work.parameters, item=work.item, generators=_GENERATORS,
+                loops=_LOOPS,
             )  # fmt: skip
         sent = estimate.total(SENT)
         estimate.add(NETWORK, "transfers in both directions", "2 * sent / link", sent=sent, link=run.link)

@@ -6,9 +6,10 @@ at random.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, expm1
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -62,6 +63,8 @@ class Sampled:
 
 class PygPlanner(Planner):
     """The formulas of mini-batches of sampled neighbourhoods."""
+
+    exact_validation: ClassVar[Mapping[str, Any]] = {"evaluation": "exact"}
 
     def estimate(self, run: PlannedRun) -> Estimate:
         work, data = run.workload, run.config["data"]

@@ -14,7 +14,8 @@ class SinglePlanner(Planner):
         estimate = Estimate()
         layers.add_memory(estimate, run, work.num_nodes, work.num_edges)
         for table in work.tables:
-            wide.add_table_memory(estimate, run, MEMORY, table)
+            # Twice: a checkpoint copies the rows and their optimizer's states.
+            wide.add_table_memory(estimate, run, MEMORY, table, 2)
         if work.kind == wide.EMBEDDING:
             wide.add_edge_scores(estimate, run, work.num_seeds, flops=run.flops, fused=False)
             wide.add_batch_scores(estimate, run, work.num_seeds / steps)

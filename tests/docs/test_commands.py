@@ -240,7 +240,7 @@ def test_the_tutorial_quotes_the_example() -> None:
     *quoted, sketch = [
         b for b in blocks(REPO / "docs" / "write-a-backend.md") if b.language in ("python", "yaml", "toml")
     ]
-    assert len(quoted) == 5
+    assert len(quoted) == 6
     ast.parse(sketch.text)
     for block in quoted:
         if block.language == "python":

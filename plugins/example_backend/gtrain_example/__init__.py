@@ -19,6 +19,7 @@ replicated_backend = Backend(
     strategy="gtrain_example.replicated:ReplicatedStrategy",
     conf="gtrain_example.conf",
     serves=REPLICATED,
+    planner="gtrain_example.plan:ReplicatedPlanner",
 )
 
 sar_auto_backend = Backend(

@@ -37,6 +37,7 @@ def slow(*names: str) -> Callable[[type[Conformance]], type[Conformance]]:
 
 @slow("a_resumed_run_is_the_unbroken_run", "a_killed_rank_is_named_and_nothing_is_left")
 @slow("a_damaged_checkpoint_is_refused")
+@slow("the_plan_is_the_measured_run")
 class TestSingle(Conformance):
     __test__ = True
     strategy = "single"
@@ -44,6 +45,7 @@ class TestSingle(Conformance):
 
 
 @slow("ranks_may_have_no_seed", "a_damaged_checkpoint_is_refused")
+@slow("the_plan_is_the_measured_run")
 class TestSar(Conformance):
     __test__ = True
     strategy = "sar"
@@ -51,6 +53,7 @@ class TestSar(Conformance):
 
 @slow("a_resumed_run_is_the_unbroken_run", "ranks_may_have_unequal_parts_of_the_data")
 @slow("a_killed_rank_is_named_and_nothing_is_left", "a_damaged_checkpoint_is_refused")
+@slow("the_plan_is_the_measured_run")
 class TestPyg(Conformance):
     __test__ = True
     strategy = "pyg"
@@ -59,6 +62,7 @@ class TestPyg(Conformance):
 
 
 @slow("a_resumed_run_is_the_unbroken_run", "ranks_may_have_no_seed", "a_damaged_checkpoint_is_refused")
+@slow("the_plan_is_the_measured_run")
 class TestPs(Conformance):
     __test__ = True
     strategy = "ps"
@@ -67,6 +71,7 @@ class TestPs(Conformance):
 
 
 @slow("a_resumed_run_is_the_unbroken_run", "a_killed_rank_is_named_and_nothing_is_left")
+@slow("the_plan_is_the_measured_run")
 class TestPbg(Conformance):
     """Several workers are Hogwild: their steps are not those of one, and differ from run to run."""
 
@@ -79,6 +84,7 @@ class TestPbg(Conformance):
 
 @slow("a_resumed_run_is_the_unbroken_run", "ranks_may_have_unequal_parts_of_the_data", "ranks_may_have_no_seed")
 @slow("a_killed_rank_is_named_and_nothing_is_left", "a_damaged_checkpoint_is_refused")
+@slow("the_plan_is_the_measured_run")
 class TestReplicated(Conformance):
     """The example backend, as an outsider's package is installed."""
 

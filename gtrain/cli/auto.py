@@ -1,0 +1,244 @@
+"""``strategy=auto``: the recommendation of ``gtrain plan`` takes its place before a job starts. Light.
+
+The plan is made in a short-lived fork, because it imports kernels and may start threads, which do not survive the fork
+of the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from gtrain.errors import ConfigError, GtrainError, restored
+from gtrain.launch import launchers, slot
+from gtrain.launch.agent import preload
+from gtrain.launch.children import die_with_parent, fork_with_pipe
+from gtrain.plan import compose
+
+FILE = "plan.json"
+LAUNCHERS = ("local", "ray")
+"""Launchers whose command starts all ranks, and so decides for all of them."""
+Launch = Callable[[DictConfig, dict[str, str], list[str]], Any]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy and mode that fit.
+
+    Attributes:
+        strategy: its name.
+        settings: the overrides that choose the mode.
+        seconds: of an epoch, as planned.
+        race: the overrides by which it validates as the other candidates do.
+    """
+
+    strategy: str
+    settings: tuple[str, ...]
+    seconds: float
+    race: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The settings, as a user types them."""
+        return " ".join((f"strategy={self.strategy}", *self.settings))
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The job that takes the place of ``strategy=auto``.
+
+    Attributes:
+        cfg: its configuration.
+        overrides: the overrides of its command line.
+        choices: names of the chosen ``strategy``, ``data`` and ``model``.
+    """
+
+    cfg: DictConfig
+    overrides: list[str]
+    choices: dict[str, str]
+
+
+def settle(
+    cfg: DictConfig, overrides: Sequence[str], choices: dict[str, str], experiment: str | None, launch: Launch
+) -> Settled:
+    """Choose the strategy of a job, print it in one line, and race the two best if ``strategy.race_seconds`` is set.
+
+    Args:
+        cfg: the composed configuration, with ``strategy=auto``.
+        overrides: the overrides of the command line.
+        choices: names of the chosen ``strategy``, ``data`` and ``model``.
+        experiment: the experiment of the job.
+        launch: runs a job.
+
+    Raises:
+        GtrainError: nothing fits, or the data cannot be read.
+    """
+    launcher = launchers.resolve(cfg.cluster.kind).name
+    if cfg.verb != "train" or launcher not in LAUNCHERS:
+        where = f"gtrain {cfg.verb}" if cfg.verb != "train" else f"cluster={launcher}"
+        raise ConfigError(
+            f"strategy=auto was set with {where}; it chooses for a training whose ranks this command starts.",
+            hint="run gtrain plan with the same settings, and name the strategy that it recommends.",
+        )
+    OmegaConf.to_object(cfg.strategy)  # checks race_seconds
+    candidates, reason = _choose(cfg, overrides, experiment)
+    make = partial(_settled, cfg, overrides, choices, experiment)
+    if not candidates:
+        raise ConfigError(f"strategy=auto was set. {reason}", hint="gtrain plan plan.least=true counts machines.")
+    seconds = float(cfg.strategy.get("race_seconds") or 0)
+    if seconds and len(candidates) > 1:
+        first, second = _two_best(candidates)
+        best, reason, extra = _race(cfg, (first, second), seconds, make, launch)
+    else:
+        best, extra = candidates[0], []
+    print(f"gtrain: strategy=auto: {reason}", file=sys.stderr, flush=True)
+    settled, notice = make(best, extra)
+    if notice:
+        print(notice, file=sys.stderr)
+    with open_dict(settled.cfg):
+        settled.cfg.plan.chosen = best.title.removeprefix("strategy=")
+    folder = Path(cfg.paths.run, ".hydra")
+    if folder.is_dir():
+        OmegaConf.save(settled.cfg, folder / "config.yaml")
+    return settled
+
+
+def _settled(
+    cfg: DictConfig,
+    overrides: Sequence[str],
+    choices: dict[str, str],
+    experiment: str | None,
+    candidate: Candidate,
+    extra: Sequence[str] = (),
+) -> tuple[Settled, str]:
+    """Compose the job of a candidate; also return the line about settings that it leaves out."""
+    composed, typed, notice = compose.for_strategy(
+        cfg, candidate.strategy, overrides, experiment, [*candidate.settings, *extra]
+    )
+    return Settled(composed, typed, {**choices, "strategy": candidate.strategy}), notice
+
+
+# ------------------------------------------------------------------------------------------------------- the plan
+
+
+def _choose(cfg: DictConfig, overrides: Sequence[str], experiment: str | None) -> tuple[list[Candidate], str]:
+    """Return the candidates that fit, the recommended one first, and the reason, one sentence."""
+    preload()
+    pid, read_end = fork_with_pipe(partial(_plan, cfg, overrides, experiment))
+    with open(read_end, "rb") as pipe:
+        content = pipe.read()
+    os.waitpid(pid, 0)
+    if not content:
+        raise GtrainError("the process that made the plan for strategy=auto died.", hint="name a strategy.")
+    reply = json.loads(content)
+    if "error" in reply:
+        raise restored(reply["error"])
+    candidates = [
+        Candidate(row["strategy"], tuple(row["settings"]), row["seconds"], tuple(row["race"])) for row in reply["rows"]
+    ]
+    return candidates, reply["reason"]
+
+
+def _plan(cfg: DictConfig, overrides: Sequence[str], experiment: str | None, write_end: int) -> NoReturn:
+    """Make the plan in a child process and send it to the parent."""
+    try:
+        die_with_parent(os.getppid())
+        from gtrain.plan.rows import Planning
+
+        try:
+            plan = Planning(cfg, overrides, experiment).make()
+            Path(cfg.paths.run, FILE).write_text(json.dumps(plan.as_dict(), indent=1) + "\n")
+            rows = [
+                {
+                    "strategy": row.strategy,
+                    "settings": compose.settings_text(row.strategy, dict(row.variant)),
+                    "seconds": row.seconds,
+                    "race": compose.settings_text(row.strategy, dict(row.race_settings)),
+                }
+                for row in plan.ranking
+            ]
+            reply: dict[str, Any] = {"rows": rows, "reason": plan.reason}
+        except GtrainError as error:
+            reply = {"error": slot.describe(error)}
+        with open(write_end, "w", closefd=False) as pipe:
+            json.dump(reply, pipe)
+    finally:
+        os._exit(0)
+
+
+# ------------------------------------------------------------------------------------------------------- the race
+
+
+def _two_best(candidates: Sequence[Candidate]) -> tuple[Candidate, Candidate]:
+    """Return the recommended candidate, and the best one of another strategy or else the next."""
+    first, *others = candidates
+    return first, next((other for other in others if other.strategy != first.strategy), others[0])
+
+
+def _race(
+    cfg: DictConfig,
+    racers: tuple[Candidate, Candidate],
+    seconds: float,
+    make: Callable[[Candidate, Sequence[str]], tuple[Settled, str]],
+    launch: Launch,
+) -> tuple[Candidate, str, list[str]]:
+    """Train each of two candidates for some seconds; the one with the better score goes on from its checkpoint.
+
+    Returns:
+        The better one, why it is, and the overrides with which it goes on.
+    """
+    scores: dict[Candidate, float | None] = {}
+    for racer in racers:
+        folder = Path(cfg.paths.run, "race", racer.strategy)
+        settled, _ = make(racer, [*racer.race, "trainer.limit_test_batches=0"])
+        with open_dict(settled.cfg):
+            settled.cfg.paths.run = str(folder)
+            settled.cfg.trainer.max_time = _as_time(seconds)
+            # One validation, when the time is over.
+            settled.cfg.trainer.num_sanity_val_steps = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        print(f"gtrain: race: {racer.title} trains for {seconds:g} s", file=sys.stderr, flush=True)
+        launch(settled.cfg, settled.choices, settled.overrides)
+        scores[racer] = _score(folder)
+    name = {racer: "no score" if score is None else f"{score:.4g}" for racer, score in scores.items()}
+    lower = _is_loss(Path(cfg.paths.run, "race", racers[0].strategy))
+    known = [racer for racer in racers if scores[racer] is not None]
+    sign = 1 if lower else -1
+    best = min(known, key=lambda racer: sign * (scores[racer] or 0.0)) if known else racers[0]
+    other = racers[1] if best is racers[0] else racers[0]
+    reason = f"{best.title} has the better score after {seconds:g} s, {name[best]} ({other.title}: {name[other]})"
+    last = Path(cfg.paths.run, "race", best.strategy, "checkpoints", "last.ckpt")
+    return best, f"{reason}, and goes on.", [f"ckpt_path={last}"] if last.exists() else []
+
+
+def _as_time(seconds: float) -> str:
+    """Return seconds in the form of ``trainer.max_time``, DD:HH:MM:SS."""
+    minutes, rest = divmod(max(round(seconds), 1), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days:02}:{hours:02}:{minutes:02}:{rest:02}"
+
+
+def _score(folder: Path) -> float | None:
+    """Return the best monitored score of a run; None if it did not validate."""
+    best = _summary(folder).get("best") or {}
+    value = best.get("value")
+    return None if value is None else float(value)
+
+
+def _is_loss(folder: Path) -> bool:
+    """Whether the monitored score of a run is better if it is lower."""
+    return str((_summary(folder).get("best") or {}).get("name")).endswith("loss")
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    file = folder / "summary.json"
+    return dict(json.loads(file.read_text())) if file.is_file() else {}

@@ -1,0 +1,59 @@
+"""Composes the configuration of a job for another strategy than the one that the command line names. Light."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hydra import compose
+from omegaconf import DictConfig, open_dict
+
+from gtrain import backends, config
+from gtrain.settings import as_typed
+
+_OWN = ("strategy", "verb", *(f"strategy.{name}" for name in config.AUTO_SETTINGS))
+"""Keys of the command line that do not go over to another strategy."""
+
+
+def key_of(override: str) -> str:
+    """Return the key that an override sets."""
+    return override.lstrip("+~").partition("=")[0].partition("@")[0]
+
+
+def for_strategy(
+    cfg: DictConfig, name: str, overrides: Sequence[str], experiment: str | None = None, extra: Sequence[str] = ()
+) -> tuple[DictConfig, list[str], str]:
+    """Compose a job's settings for a strategy, without the settings that it does not serve.
+
+    Args:
+        cfg: the composed configuration of the command line, whose verb and run folder are kept.
+        name: the strategy.
+        overrides: the overrides of the command line.
+        experiment: the experiment of the job.
+        extra: further overrides.
+
+    Returns:
+        The configuration, the overrides that it was composed from, and one line about the settings that were left out.
+
+    Raises:
+        ConfigError: a setting is unknown to every strategy.
+    """
+    shared = [override for override in overrides if key_of(override) not in _OWN]
+    composed = [f"strategy={name}", *shared, *extra]
+    other = compose("config", composed)
+    with open_dict(other):
+        other.verb, other.paths.run = cfg.verb, cfg.paths.run
+    notice = config.fit_strategy(
+        other,
+        [key_of(override) for override in shared],
+        sweep=True,
+        experiment=experiment,
+        setter="for other strategies",
+    )
+    return other, composed, notice
+
+
+def settings_text(name: str, variant: Mapping[str, Any]) -> list[str]:
+    """Return the overrides that choose a variant of a strategy, as a user types them."""
+    shortcuts = backends.get(name).shortcuts
+    return [f"{key if key in shortcuts else f'strategy.{key}'}={as_typed(value)}" for key, value in variant.items()]

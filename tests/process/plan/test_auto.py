@@ -1,0 +1,46 @@
+"""``strategy=auto``: which strategy takes its place, and where a run goes on after a race."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import forked
+import pytest
+from helpers import ok, show, summary
+
+SETTINGS = ("model=sage", "data.num_nodes=800", "data.num_edges=8000", "trainer.num_nodes=2", "logger=none")
+
+
+def test_auto_never_takes_what_exceeds_the_memory(tmp_path: Path) -> None:
+    """One process needs more than this, and each of two ranks less, on a machine that is described."""
+    machine = tmp_path / "machine.yaml"
+    # Layers of 512 columns: the whole graph needs about 60 MB above imports, half of it about 30.
+    machine.write_text("imports: 10e6\nmemory: 45e6\ncores: 2\n")
+    auto = ("strategy=auto", "model.hidden_channels=512", f"plan.machine={machine}", "trainer.max_epochs=1")
+    result = ok(forked.gtrain(*auto, *SETTINGS, "data.num_nodes=4000", "hydra.run.dir=run", cwd=tmp_path))
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    fits = {row["strategy"]: row["fits"] for row in plan["rows"]}
+    assert not fits["single"] and fits["sar"]
+    assert "strategy=single would exceed the memory" in result.stderr, show(result)
+    trained = summary(tmp_path / "run")
+    assert trained["strategy"] == "sar" and trained["world_size"] == 2
+    assert trained["resolved"]["strategy"] == plan["recommended"].removeprefix("strategy=")
+
+
+@pytest.mark.slow
+def test_the_winner_of_a_race_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    settings = ("strategy=auto", "strategy.race_seconds=2", "trainer.max_epochs=1000", "trainer.max_time=00:00:00:06")
+    result = ok(forked.gtrain(*settings, *SETTINGS, "hydra.run.dir=run", cwd=tmp_path))
+    raced = {name: summary(tmp_path / "run" / "race" / name) for name in ("single", "sar")}
+    best = max(raced, key=lambda name: raced[name]["best"]["value"])
+    last = summary(tmp_path / "run")
+    assert f"strategy={best}" in result.stderr.rpartition("strategy=auto: ")[2].partition(" has")[0]
+    assert last["strategy"] == best
+    assert last["history"][0]["epoch"] == raced[best]["history"][-1]["epoch"] + 1
+
+
+def test_auto_is_refused_for_other_verbs(tmp_path: Path) -> None:
+    result = forked.gtrain("test", "strategy=auto", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "strategy=auto was set with gtrain test" in result.stderr and "HINT: run gtrain plan" in result.stderr
