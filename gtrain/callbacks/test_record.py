@@ -144,15 +144,13 @@ class TestRecorder(Callback):
 
     def _hidden_rows(self, module: pl.LightningModule, batch: Any, rows: Tensor) -> Tensor | None:
         """Return the last layer's inputs for some of the seeds, float32 ``[b, D]``; None if the model has none."""
-        if not len(rows):
-            return None
         if isinstance(module, Embeds):
             try:
-                embedded: Tensor = module.embed(batch)[rows]
+                embedded = module.embed(batch)  # also without rows: other ranks may exchange messages in it
             except ConfigError:  # a model without a hidden layer
                 return None
-            return embedded.detach().float().cpu()
-        if not self._captured:
+            return embedded[rows].detach().float().cpu() if len(rows) else None
+        if not self._captured or not len(rows):
             return None
         hetero = isinstance(batch, HeteroData)
         by_type = hetero and len(self._captured) == len(batch.node_types)
@@ -237,7 +235,7 @@ def _bins(scores: Tensor) -> Tensor:
 def _ids(batch: Any) -> Tensor | None:
     """Return the source data's ids of the batch's nodes, of the target type; None if the batch has none."""
     if isinstance(batch, HeteroData):
-        if isinstance(batch.target, tuple):  # edges between two types: the samples do without ids
+        if not isinstance(batch.target, str):  # an edge type: the samples do without ids
             return None
-        return batch[batch.target].orig_id.cpu()
+        batch = batch[batch.target]
     return batch.orig_id.cpu() if "orig_id" in batch else None

@@ -21,6 +21,7 @@ _HIDDEN = 0.9  # of partitions read ahead and written behind: docs/benchmarks.md
 _SLOTS_OF_SEVERAL = 3
 _EDGE_BYTES = 112  # ends, relation and position of an edge of the bucket that is trained, and their shuffled copies
 _STEP_OPERATIONS = 20
+_KERNELS = 60e6  # numba, and the compiled steps: measured beyond the imports in a run of 40 entities
 
 
 class PbgPlanner(Planner):
@@ -36,6 +37,7 @@ class PbgPlanner(Planner):
         slots = min(settings["buffer_partitions"] or default, partitions)
         estimate, edges = Estimate(hidden=_HIDDEN), work.num_seeds / run.ranks
         estimate.add(MEMORY, "imports", "imports", imports=run.machine.imports)
+        estimate.add(MEMORY, "compiled kernels", "kernels", kernels=_KERNELS)
         estimate.add(
             MEMORY, "partitions in memory", "slots * rows / partitions * (dim + 1) * item",
             slots=slots, rows=table.rows, partitions=partitions, dim=table.dim, item=work.item,
