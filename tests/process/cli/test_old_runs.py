@@ -2,8 +2,8 @@
 
 ``assets/releases/write.py`` wrote the archives with these releases, and what they made of them themselves. Numbers are
 equal to 1e-6, since other processors add in another order, but for two: ``auc`` of ``model=kg`` compares with negative
-edges that are drawn otherwise since 804a58b, and that of several classes leaves out those that do not occur. Two machines
-of ``pbg`` exchange parameters when they come to it, so that their losses differ from run to run.
+edges that are drawn otherwise since 804a58b, and that of several classes leaves out those that do not occur. Two
+machines of ``pbg`` exchange parameters when they come to it, so that their losses differ from run to run.
 """
 
 from __future__ import annotations
