@@ -65,7 +65,8 @@ def test_each_source_takes_its_settings(name: str, composed: Any) -> None:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_defaults_of_python_and_of_the_command_are_the_same(name: str, composed: Any) -> None:
     fields = dataclasses.fields(SCHEMAS[name])
-    required = {field.name: "x" for field in fields if field.default == MISSING and field.name != "_target_"}
+    missing = [field for field in fields if field.default == MISSING and field.name != "_target_"]
+    required: dict[str, object] = {field.name: 5.0 if field.type == "float" else "x" for field in missing}
     if name == "edges":
         required["path"] = "x"  # or edge_sets
     config = composed(f"data={name}", *(f"data.{key}={value}" for key, value in required.items()))
