@@ -27,7 +27,7 @@ from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gtrain import __version__, backends, config, messages, targets
 from gtrain.cli import auto, explain, sweeps
@@ -64,7 +64,7 @@ class RunFolder(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Write the comparison of the sweep's runs."""
-        with _reporting(Path(config.hydra.sweep.dir), config.report and config.verb in events.RECORDED):
+        with _reporting(Path(config.hydra.sweep.dir), _reports(config)):
             pass
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
@@ -308,8 +308,13 @@ def _job(cfg: DictConfig) -> Any:
     records = launchers.is_first() and cfg.cluster.rank in (None, 0)
     facts = {**chosen, "overrides": overrides, "num_nodes": cfg.trainer.num_nodes, "devices": cfg.trainer.devices}
     verb, folder = cfg.verb if records else "", Path(hydra_config.runtime.output_dir)
-    with _reporting(folder, cfg.report and verb in events.RECORDED), events.recording(folder, verb, **facts):
+    with _reporting(folder, bool(verb) and _reports(cfg)), events.recording(folder, verb, **facts):
         return _checked_launch(cfg, overrides)
+
+
+def _reports(cfg: DictConfig) -> bool:
+    """Whether the job ends with a report; a configuration that an earlier release composed has no such setting."""
+    return bool(OmegaConf.select(cfg, "report")) and cfg.verb in events.RECORDED
 
 
 @contextlib.contextmanager
@@ -344,9 +349,8 @@ def _checked_launch(cfg: DictConfig, overrides: list[str]) -> Any:
 
         return command.run(cfg, overrides, hydra_config.runtime.choices.get("experiment"))
     experiment = hydra_config.runtime.choices.get("experiment")
-    choices = {group: str(hydra_config.runtime.choices[group]) for group in ("strategy", "data", "model")}
     if cfg.strategy.name == config.AUTO:
-        settled = auto.settle(cfg, overrides, choices, experiment, launch)
+        settled = auto.settle(cfg, overrides, _choices(), experiment, launch)
         targets.settle(settled.cfg, _typed)
         return launch(settled.cfg, settled.choices, settled.overrides)
     sweep = hydra_config.mode == RunMode.MULTIRUN
@@ -354,7 +358,13 @@ def _checked_launch(cfg: DictConfig, overrides: list[str]) -> Any:
     if notice and launchers.is_first():
         print(notice, file=sys.stderr)
     targets.settle(cfg, _typed)
-    return launch(cfg, choices, overrides)
+    return launch(cfg, _choices(), overrides)
+
+
+def _choices() -> dict[str, str]:
+    """Return the names of the chosen ``strategy``, ``data`` and ``model``."""
+    choices = HydraConfig.get().runtime.choices
+    return {group: str(choices[group]) for group in ("strategy", "data", "model")}
 
 
 def launch(cfg: DictConfig, choices: dict[str, str], overrides: list[str]) -> Any:
