@@ -9,8 +9,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from lightning.pytorch.callbacks import Callback
 from numpy.typing import NDArray
@@ -18,7 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch_geometric.data import HeteroData
 
-from gtrain.callbacks.predictions import last_layer
+from gtrain.callbacks.predictions import features_of, inputs_of_target, last_layer
 from gtrain.errors import ConfigError
 from gtrain.model.outputs import ClassScores, EdgeScores
 from gtrain.protocols import Embeds
@@ -36,7 +34,7 @@ BINS, REACH = 1024, 8.0
 
 
 class TestRecorder(Callback):
-    """Writes ``test-rank-<r>.json`` and ``hidden-rank-<r>.parquet`` to the record of a run; see ``docs/formats.md``.
+    """Writes ``test-rank-<r>.json`` and ``hidden-rank-<r>.npz`` to the record of a run; see ``docs/formats.md``.
 
     Each rank counts its own seeds, without messages. Models other than gtrain's have no summary.
 
@@ -99,7 +97,7 @@ class TestRecorder(Callback):
         }
         (self._folder / f"test-rank-{self._rank}.json").write_text(json.dumps(content))
         if self._hidden:
-            self._write_hidden(self._folder / f"hidden-rank-{self._rank}.parquet")
+            self._write_hidden(self._folder / f"hidden-rank-{self._rank}.npz")
 
     # ------------------------------------------------------------------------------------------ classes
 
@@ -152,16 +150,14 @@ class TestRecorder(Callback):
             return embedded[rows].detach().float().cpu() if len(rows) else None
         if not self._captured or not len(rows):
             return None
-        hetero = isinstance(batch, HeteroData)
-        by_type = hetero and len(self._captured) == len(batch.node_types)
-        captured = self._captured[batch.node_types.index(batch.target) if by_type else -1]
+        captured = inputs_of_target(self._captured, batch)
         seeds = batch.seeds[rows.to(batch.seeds.device)]
         if captured.dim() != 2 or (len(seeds) and int(seeds.max()) >= len(captured)):
             return None
         return captured[seeds.to(captured.device)].detach().float().cpu()
 
     def _capture(self, _: Any, arguments: tuple[Any, ...]) -> None:
-        features = arguments[0][1] if isinstance(arguments[0], tuple) else arguments[0]
+        features = features_of(arguments[0])
         if isinstance(features, Tensor):
             self._captured.append(features)
 
@@ -216,14 +212,10 @@ class TestRecorder(Callback):
         labels = [part[2] for part in self._hidden if part[2] is not None]
         # An id may occur in several batches.
         _, first = np.unique(ids.numpy(), return_index=True)
-        values = np.ascontiguousarray(rows.numpy()[first])
-        columns = {
-            "id": ids.numpy()[first],
-            "values": pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1]),
-        }
+        columns: dict[str, Any] = {"id": ids.numpy()[first], "values": rows.numpy()[first]}
         if labels:
             columns["label"] = torch.cat(labels).numpy()[first]
-        pq.write_table(pa.table(columns), path)
+        np.savez(path, **columns)
 
 
 def _bins(scores: Tensor) -> Tensor:

@@ -83,11 +83,11 @@ class RunRecord:
     @cached_property
     def processes(self) -> list[ProcessRecord]:
         """The ranks in order, then the servers by role and number."""
-        found = [
+        processes = [
             ProcessRecord(path.stem.replace("-", " "), list(_rows(path)))
             for path in record_folder(self.path).glob("*-*.jsonl")
         ]
-        return sorted(found, key=lambda process: (not process.is_rank, *_by_number(process.label)))
+        return sorted(processes, key=lambda process: (not process.is_rank, *_by_number(process.label)))
 
     @property
     def ranks(self) -> list[ProcessRecord]:
@@ -103,7 +103,7 @@ class RunRecord:
     @property
     def hidden_files(self) -> list[Path]:
         """The files with samples of the hidden layer."""
-        return sorted(record_folder(self.path).glob("hidden-rank-*.parquet"))
+        return sorted(record_folder(self.path).glob("hidden-rank-*.npz"))
 
     @cached_property
     def start(self) -> Row:
@@ -205,7 +205,7 @@ def find_runs(paths: list[Path]) -> list[RunRecord]:
     Raises:
         GtrainError: a folder does not exist, or has no run.
     """
-    found = []
+    every_run = []
     for path in paths:
         if not path.is_dir():
             raise GtrainError(f"{path} was given; it is not a folder.", hint="name the folder of a run.")
@@ -218,8 +218,8 @@ def find_runs(paths: list[Path]) -> list[RunRecord]:
                 f"{path} was given; neither it nor its subfolders are folders of a run.",
                 hint="name the folder of a run, such as runs/<date>/<time>, or that of a sweep.",
             )
-        found += [RunRecord(run) for run in runs]
-    return found
+        every_run += [RunRecord(run) for run in runs]
+    return every_run
 
 
 def _is_run(path: Path) -> bool:

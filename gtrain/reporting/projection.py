@@ -8,8 +8,6 @@ from pathlib import Path
 
 import altair as alt
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from gtrain.reporting.style import BLUE, Figure, Table, colour, make_figure
@@ -23,11 +21,11 @@ _COLOURED = 20
 
 def read_hidden(files: list[Path]) -> tuple[NDArray[np.int64], Points, NDArray[np.int64] | None]:
     """Return ids, rows ``[n, D]`` and labels (None without) of the samples of all ranks, each id once."""
-    table = pa.concat_tables([pq.read_table(file) for file in files])
-    ids, first = np.unique(table["id"].to_numpy(), return_index=True)
-    values = table["values"].combine_chunks()
-    rows = values.flatten().to_numpy(zero_copy_only=False).reshape(len(table), -1)[first]
-    labels = table["label"].to_numpy()[first] if "label" in table.column_names else None
+    samples = [dict(np.load(file)) for file in files]
+    ids, first = np.unique(np.concatenate([sample["id"] for sample in samples]), return_index=True)
+    rows = np.concatenate([sample["values"] for sample in samples])[first]
+    labelled = all("label" in sample for sample in samples)
+    labels = np.concatenate([sample["label"] for sample in samples])[first] if labelled else None
     step = max(1, -(-len(ids) // _MOST))
     keep = slice(None, None, step)
     return ids[keep], np.nan_to_num(rows[keep].astype(np.float64)), None if labels is None else labels[keep]
