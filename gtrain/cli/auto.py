@@ -23,7 +23,6 @@ from gtrain.launch.agent import preload
 from gtrain.launch.children import die_with_parent, fork_with_pipe
 from gtrain.plan import compose
 
-FILE = "plan.json"
 LAUNCHERS = ("local", "ray")
 """Launchers whose command starts all ranks, and so decides for all of them."""
 Launch = Callable[[DictConfig, dict[str, str], list[str]], Any]
@@ -151,11 +150,10 @@ def _plan(cfg: DictConfig, overrides: Sequence[str], experiment: str | None, wri
     """Make the plan in a child process and send it to the parent."""
     try:
         die_with_parent(os.getppid())
-        from gtrain.plan.rows import Planning
+        from gtrain.plan.command import make
 
         try:
-            plan = Planning(cfg, overrides, experiment).make()
-            Path(cfg.paths.run, FILE).write_text(json.dumps(plan.as_dict(), indent=1) + "\n")
+            plan, _ = make(cfg, overrides, experiment)
             rows = [
                 {
                     "strategy": row.strategy,
@@ -183,6 +181,13 @@ def _two_best(candidates: Sequence[Candidate]) -> tuple[Candidate, Candidate]:
     return first, next((other for other in others if other.strategy != first.strategy), others[0])
 
 
+def race_folders(run_dir: Path, racers: tuple[Candidate, Candidate]) -> dict[Candidate, Path]:
+    """Return the folder of each candidate: ``race/<strategy>``, with its settings where both have one strategy."""
+    alike = racers[0].strategy == racers[1].strategy
+    names = ("-".join((racer.strategy, *(racer.settings if alike else ()))).replace("=", "-") for racer in racers)
+    return {racer: run_dir / "race" / name for racer, name in zip(racers, names, strict=True)}
+
+
 def _race(
     cfg: DictConfig,
     racers: tuple[Candidate, Candidate],
@@ -196,8 +201,8 @@ def _race(
         The better one, why it is, and the overrides with which it goes on.
     """
     scores: dict[Candidate, float | None] = {}
-    for racer in racers:
-        folder = Path(cfg.paths.run, "race", racer.strategy)
+    folders = race_folders(Path(cfg.paths.run), racers)
+    for racer, folder in folders.items():
         settled, _ = make(racer, [*racer.race, "trainer.limit_test_batches=0"])
         with open_dict(settled.cfg):
             settled.cfg.paths.run = str(folder)
@@ -209,13 +214,13 @@ def _race(
         launch(settled.cfg, settled.choices, settled.overrides)
         scores[racer] = _score(folder)
     name = {racer: "no score" if score is None else f"{score:.4g}" for racer, score in scores.items()}
-    lower = _is_loss(Path(cfg.paths.run, "race", racers[0].strategy))
+    lower = _is_loss(folders[racers[0]])
     known = [racer for racer in racers if scores[racer] is not None]
     sign = 1 if lower else -1
     best = min(known, key=lambda racer: sign * (scores[racer] or 0.0)) if known else racers[0]
     other = racers[1] if best is racers[0] else racers[0]
     reason = f"{best.title} has the better score after {seconds:g} s, {name[best]} ({other.title}: {name[other]})"
-    last = Path(cfg.paths.run, "race", best.strategy, "checkpoints", "last.ckpt")
+    last = folders[best] / "checkpoints" / "last.ckpt"
     return best, f"{reason}, and goes on.", [f"ckpt_path={last}"] if last.exists() else []
 
 

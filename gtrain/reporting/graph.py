@@ -124,10 +124,10 @@ def partition_figures(store: Store) -> list[Figure]:
         f"has {max(row['relative'] for row in sizes if row['what'] == name):.3f} times the mean of {name}"
         for name in what
     )
-    found = [make_figure("balance", "Balance of the parts", text + ".", bars)]
+    charts = [make_figure("balance", "Balance of the parts", text + ".", bars)]
     if store.num_parts <= _MATRIX_PARTS:
-        found.append(_matrix(store))
-    return found
+        charts.append(_matrix(store))
+    return charts
 
 
 def _matrix(store: Store) -> Figure:
@@ -175,5 +175,5 @@ def parts_matrix(store: Store) -> tuple[NDArray[np.float64], float]:
 
 def class_labels(store: Store | None) -> list[str] | None:
     """Return the names of the classes, if the data names them."""
-    names: Any = None if store is None else store.facts.get("class_names")
+    names: Any = None if store is None else store.facts.get("label_values")
     return [str(name) for name in names] if names else None

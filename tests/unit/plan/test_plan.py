@@ -9,6 +9,7 @@ import torch
 from helpers import REPO
 from small_graphs import messy_graph, random_parts, stored
 
+from gtrain.cli.auto import Candidate, race_folders
 from gtrain.errors import ConfigError
 from gtrain.graph.shard.graph import load_shard
 from gtrain.memory.limits import group_limit, usable_memory
@@ -111,3 +112,12 @@ def test_each_preset_has_its_published_sizes() -> None:
     texts = {path.stem: path.read_text() for path in (REPO / "conf" / "experiment").glob("*.yaml")}
     counted = {name for name, text in texts.items() if "override /data: counts" in text}
     assert counted == {"papers100m", "twitter2010", "freebase", "mag240m", "clicks"}
+
+
+def test_two_modes_of_a_strategy_race_in_two_folders() -> None:
+    first, second, other = Candidate("sar", ("mode=1",), 1), Candidate("sar", ("mode=3",), 2), Candidate("pyg", (), 3)
+    assert list(race_folders(Path("run"), (first, second)).values()) == [
+        Path("run/race/sar-mode-1"),
+        Path("run/race/sar-mode-3"),
+    ]
+    assert list(race_folders(Path("run"), (first, other)).values()) == [Path("run/race/sar"), Path("run/race/pyg")]
