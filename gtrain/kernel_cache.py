@@ -25,6 +25,7 @@ from numba.core import dispatcher, event
 from numba.core.caching import FunctionCache
 
 from gtrain import backends
+from gtrain.files import user_cache
 
 MAX_AGE_DAYS = 30
 """Days after which the cache folder of another version of the code, if unused, is removed."""
@@ -71,8 +72,7 @@ def cache_folder(home: Path | None) -> str:
 def user_cache_folder(home: Path | None = None) -> str | None:
     """Return the folder below the user's cache folder, created if missing; None if it is not writable and private."""
     try:
-        home = home or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        kernels = home / "gtrain" / "kernels"
+        kernels = (user_cache() if home is None else home / "gtrain") / "kernels"
         folder = kernels / version_of(_packages())
         if not folder.exists():
             folder.mkdir(parents=True, mode=0o700, exist_ok=True)  # ranks start at the same time

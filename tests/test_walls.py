@@ -32,6 +32,7 @@ LIGHT = (
     "gtrain.config",
     "gtrain.data.config",
     "gtrain.errors",
+    "gtrain.files",
     "gtrain.keys",
     "gtrain.lazy",
     "gtrain.launch.agent",
@@ -81,7 +82,7 @@ LIGHT_PACKAGES = (
     "gtrain.run",
 )  # these import at most gtrain.lazy
 LATE = {
-    "gtrain.cli.auto": {"gtrain.plan.rows"},
+    "gtrain.cli.auto": {"gtrain.plan.command"},
     "gtrain.cli": {"gtrain.cli.entry"},
     "gtrain.cli.entry": {
         "gtrain.doctor.packages",

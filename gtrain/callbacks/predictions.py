@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -77,7 +77,7 @@ class PredictionWriter(pl.Callback):
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._embeddings and not isinstance(pl_module, Embeds):
             layer = last_layer(pl_module)
-            self._hook = layer.register_forward_pre_hook(lambda _, args: self._captured.append(_features(args[0])))
+            self._hook = layer.register_forward_pre_hook(lambda _, args: self._captured.append(features_of(args[0])))
 
     def on_predict_batch_end(
         self,
@@ -90,7 +90,7 @@ class PredictionWriter(pl.Callback):
     ) -> None:
         if self._embeddings:
             embedded = pl_module.embed(batch) if isinstance(pl_module, Embeds) else None
-            outputs = self._embedded(batch)[batch.seeds] if embedded is None else embedded
+            outputs = inputs_of_target(self._captured, batch)[batch.seeds] if embedded is None else embedded
             self._captured.clear()
         if not isinstance(outputs, Tensor) or len(outputs) != len(batch.seeds):
             returned = f"{len(outputs)} rows" if isinstance(outputs, Tensor) else type(outputs).__name__
@@ -139,12 +139,6 @@ class PredictionWriter(pl.Callback):
         rows: Rows = np.memmap(self._rows, np.float32, "r", shape=(count, self._width))
         self._rows.close()
         return rows
-
-    def _embedded(self, batch: Data | HeteroData) -> Tensor:
-        """Return the last layer's input; a network may have called it for each node type in turn."""
-        if isinstance(batch, HeteroData) and len(self._captured) == len(batch.node_types):
-            return self._captured[batch.node_types.index(batch.target)]
-        return self._captured[-1]
 
     def _source_ids(self, ids: Tensor) -> Tensor:
         """Return the source data's ids of nodes. A source that left nodes out stored these ids as names."""
@@ -273,9 +267,21 @@ def _flat(network: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _features(argument: Any) -> Tensor:
+def features_of(argument: Any) -> Tensor:
     """Return the features that a layer was called with; of a pair, those of the target nodes."""
     return argument[1] if isinstance(argument, tuple) else argument
+
+
+def inputs_of_target(captured: Sequence[Tensor], batch: Data | HeteroData) -> Tensor:
+    """Return a layer's input for the nodes of the target type, from all of its calls in a batch.
+
+    Args:
+        captured: the features of each call, not empty; a network may call a layer for each node type in turn.
+        batch: the batch.
+    """
+    if isinstance(batch, HeteroData) and len(captured) == len(batch.node_types):
+        return captured[batch.node_types.index(batch.target)]
+    return captured[-1]
 
 
 def _orig_ids(batch: Data | HeteroData) -> Tensor:

@@ -36,6 +36,7 @@ from gtrain.launch import launchers
 from gtrain.launch.launchers.manual import Manual
 from gtrain.launch.request import JobRequest
 from gtrain.object_store import refuse_address
+from gtrain.plan.compose import key_of
 from gtrain.record import events
 from gtrain.run import runs
 
@@ -343,7 +344,7 @@ def _reporting(folder: Path, wanted: bool) -> Iterator[None]:
 def _checked_launch(cfg: DictConfig, overrides: list[str]) -> Any:
     """Fit the configuration to its strategy, and execute its verb; see :func:`launch`."""
     hydra_config = HydraConfig.get()
-    typed = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
+    typed = [key_of(override) for override in overrides]
     if cfg.verb == "plan":
         from gtrain.plan import command
 

@@ -328,6 +328,11 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         """Whether this data module reads a store that it did not prepare; see :meth:`use_store`."""
         return self._given is not None
 
+    @property
+    def can_open_store(self) -> bool:
+        """Whether :meth:`open_store` needs no preparation: a store was given, or exists."""
+        return self.has_store or (self.store_path / "manifest.json").is_file()
+
     def use_store(self, store: Store) -> None:
         """Read a store that another machine prepared, or a replica of it, instead of the raw files."""
         self._given = self._opened = store

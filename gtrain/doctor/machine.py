@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gtrain.launch import launchers
-from gtrain.memory.limits import group_limit
+from gtrain.memory.limits import group_limit, meminfo, memory_total
 
 SHARED_MEMORY = Path("/dev/shm")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -46,9 +46,7 @@ def cores() -> dict[str, Any]:
 
 def memory() -> dict[str, Any]:
     """Return the memory of the machine, the memory available to programs, and the limit of the container, if any."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
-    total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    return {"total": total, "available": available, "limit": group_limit()}
+    return {"total": memory_total(), "available": meminfo("MemAvailable"), "limit": group_limit()}
 
 
 def folder_state(folder: Path) -> dict[str, Any]:

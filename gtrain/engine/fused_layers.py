@@ -132,8 +132,15 @@ def _transforms_first(blocks: EdgeBlocks, x: Tensor, left: Tensor) -> bool:
         # As many products either way: the narrower side is summed, and sent. At equal width, transforming first saves
         # the aggregate if x has a gradient.
         return outputs < inputs or (outputs == inputs and x.requires_grad and torch.is_grad_enabled())
-    before = len(x) * inputs * outputs + _SUM_COST * blocks.num_edges * outputs
-    return before < blocks.num_targets * inputs * outputs + _SUM_COST * blocks.num_edges * inputs
+    return costs_less_first(len(x), blocks.num_targets, blocks.num_edges, inputs, outputs)
+
+
+def costs_less_first(sources: float, targets: float, edges: float, inputs: int, outputs: int) -> bool:
+    """Whether it costs less to multiply the sources' rows, from ``inputs`` to ``outputs`` columns, and then to sum them
+    along the edges, than to sum them and then to multiply the targets' sums.
+    """
+    before = sources * inputs * outputs + _SUM_COST * edges * outputs
+    return before < targets * inputs * outputs + _SUM_COST * edges * inputs
 
 
 class _TransformThenSum(torch.autograd.Function):
@@ -523,9 +530,8 @@ class FusedLayers:
         if layers is None or reduce not in ("sum", "mean") or self._constants.caches(x, edge_index):
             return None
         blocks, (outputs, inputs) = self._blocks(edge_index, len(x), len(targets)), layers[0].shape
-        before = len(x) * inputs * outputs + _SUM_COST * blocks.num_edges * outputs
-        after = len(targets) * inputs * outputs + _SUM_COST * blocks.num_edges * inputs
-        out = bipartite_layer(blocks, x, targets, reduce == "mean", layers, transforms_first=before < after)
+        first = costs_less_first(len(x), len(targets), blocks.num_edges, inputs, outputs)
+        out = bipartite_layer(blocks, x, targets, reduce == "mean", layers, transforms_first=first)
         return nn.functional.normalize(out, p=2.0, dim=-1) if getattr(conv, "normalize", False) else out
 
     def _gat(self, conv: Any, x: Tensor, num_targets: int, edge_index: Tensor, **options: Any) -> Tensor | None:

@@ -8,12 +8,17 @@ from pathlib import Path
 ROOT = Path("/")
 
 
+def meminfo(name: str, root: Path = ROOT) -> int:
+    """Return an entry of ``/proc/meminfo``, such as ``MemAvailable``, in bytes."""
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{root / 'proc/meminfo'} has no {name}")
+
+
 def memory_total(root: Path = ROOT) -> int:
     """Return the memory of the machine in bytes."""
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{root / 'proc/meminfo'} has no MemTotal")
+    return meminfo("MemTotal", root)
 
 
 def group_limit(root: Path = ROOT) -> int | None:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from gtrain.launch import launchers
 from gtrain.plan import table
-from gtrain.plan.rows import Planning
+from gtrain.plan.rows import Plan, Planning
 
 FILE = "plan.json"
 
@@ -28,10 +28,16 @@ def run(cfg: DictConfig, overrides: Sequence[str], experiment: str | None = None
     """
     if not launchers.is_first():
         return
-    plan = Planning(cfg, overrides, experiment).make()
-    content = json.dumps(plan.as_dict(), indent=1)
-    Path(cfg.paths.run, FILE).write_text(content + "\n")
+    plan, content = make(cfg, overrides, experiment)
     if cfg.plan.format == "json":
         print(content)
         return
     table.show(plan, explain=cfg.explain)
+
+
+def make(cfg: DictConfig, overrides: Sequence[str], experiment: str | None = None) -> tuple[Plan, str]:
+    """Make a plan and write it to the run's folder; also return it as JSON. Arguments and errors as for :func:`run`."""
+    plan = Planning(cfg, overrides, experiment).make()
+    content = json.dumps(plan.as_dict(), indent=1)
+    Path(cfg.paths.run, FILE).write_text(content + "\n")
+    return plan, content

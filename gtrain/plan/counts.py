@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -115,16 +115,12 @@ def assume_parts(num_nodes: float, num_edges: float, seeds: float, num_parts: in
         [[0.0 if p == q else value for q in range(num_parts)] for p in range(num_parts)]
         for value in (halo / others, by_owner)
     )
-    origin = (
-        f"assumed: even parts, {cut_share:.0%} of the edges cut, their sources at random"
-        if num_parts > 1
-        else ("given by counts")
-    )
-    each = [1.0] * num_parts
+    assumed = f"assumed: even parts, {cut_share:.0%} of the edges cut, their sources at random"
+    origin = assumed if num_parts > 1 else "given by counts"
     return Parts(
-        [nodes * one for one in each],
-        [edges * one for one in each],
-        [seeds / num_parts * one for one in each],
+        [nodes] * num_parts,
+        [edges] * num_parts,
+        [seeds / num_parts] * num_parts,
         reads,
         targets,
         cut * num_parts,
@@ -144,7 +140,7 @@ def count_ranges(store: Store, num_parts: int) -> Parts:
     origin = (
         f"sampled: {share:.1%} of the edges cross {num_parts} ranges of the store's nodes, in {store.num_parts} parts"
     )
-    return Parts(parts.nodes, parts.edges, parts.seeds, parts.reads, parts.targets, parts.cut, origin, False)
+    return replace(parts, origin=origin, exact=False)
 
 
 def cut_of_ranges(store: Store, num_parts: int, sample: int = 1 << 22) -> float:

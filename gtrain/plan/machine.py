@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gtrain.errors import ConfigError
+from gtrain.files import replace_text, user_cache
 from gtrain.memory.limits import usable_memory
 from gtrain.settings import Settings, setting
 
@@ -119,9 +120,7 @@ def keep(constants: dict[str, Any]) -> Path | None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         content = json.loads(file.read_text()) if file.is_file() else {}
-        part = file.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps({**content, socket.gethostname(): constants}, indent=1) + "\n")
-        part.replace(file)
+        replace_text(file, json.dumps({**content, socket.gethostname(): constants}, indent=1) + "\n")
     except (OSError, ValueError):
         return None
     return file
@@ -130,6 +129,6 @@ def keep(constants: dict[str, Any]) -> Path | None:
 def calibration_file() -> Path | None:
     """Return the file of the constants in the user's cache; None if the user has no home."""
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gtrain" / CALIBRATION
+        return user_cache() / CALIBRATION
     except RuntimeError:
         return None

@@ -192,7 +192,7 @@ class Planning:
         first = self._counted(candidates, modules)
         sketch = ModelSketch(candidates[first], modules[first])
         workload = describe(candidates[first], modules[first], sketch.model, sketch.traits.kind, settings.cut)
-        workload.stores = [module.open_store() for module in modules.values() if _stored(module)]
+        workload.stores = [module.open_store() for module in modules.values() if module.can_open_store]
         rows: list[Row] = []
         not_served = dict(self._refused)
         for name, each in candidates.items():
@@ -219,7 +219,7 @@ class Planning:
 
     def _counted(self, candidates: Mapping[str, dict[str, Any]], modules: Mapping[str, GraphDataModule]) -> str:
         """Return the strategy whose store is counted; prepare it if none exists."""
-        stored = [name for name, module in modules.items() if _stored(module)]
+        stored = [name for name, module in modules.items() if module.can_open_store]
         partitioned = [name for name in stored if modules[name].num_parts > 1]
         if stored:
             return (partitioned or stored)[0]
@@ -277,28 +277,24 @@ def least_machines(row: Row) -> Row:
         settings["trainer"]["num_nodes"] = machines
         run = PlannedRun(settings, row.run.workload, row.run.machine, machines, row.run.servers)
         try:
-            found = Row(row.strategy, row.variant, run, planner.estimate(run), machines=machines)
+            candidate = Row(row.strategy, row.variant, run, planner.estimate(run), machines=machines)
         except NotEstimated:
             return None
-        return found if found.fits else None
+        return candidate if candidate.fits else None
 
     limit = 1 if "trainer.num_nodes" in fixed else MOST_MACHINES
-    low, high, found = 0, 1, fits(1)
-    while found is None and high < limit:
+    low, high, smallest = 0, 1, fits(1)
+    while smallest is None and high < limit:
         low, high = high, 2 * high
-        found = fits(high)
-    if found is None:
+        smallest = fits(high)
+    if smallest is None:
         return row
     while high - low > 1:
         middle = (low + high) // 2
         better = fits(middle)
-        low, high, found = (low, middle, better) if better is not None else (middle, high, found)
-    return found
+        low, high, smallest = (low, middle, better) if better is not None else (middle, high, smallest)
+    return smallest
 
 
 def _ranks(settings: Mapping[str, Any]) -> int:
     return int(settings["trainer"]["num_nodes"]) * int(settings["trainer"]["devices"])
-
-
-def _stored(module: GraphDataModule) -> bool:
-    return module.has_store or (module.store_path / "manifest.json").is_file()

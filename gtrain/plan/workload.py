@@ -176,7 +176,7 @@ def describe(
         kind: of the model.
         cut: see :attr:`Workload.cut_share`.
     """
-    store = data.open_store() if data.has_store or (data.store_path / "manifest.json").is_file() else None
+    store = data.open_store() if data.can_open_store else None
     facts = dict(store.facts if store is not None else data.outline or {})
     nodes, features = facts["num_nodes"], facts["num_features"]
     num_nodes = sum(nodes.values()) if isinstance(nodes, dict) else nodes
@@ -185,31 +185,31 @@ def describe(
     width = max((count or 0 for count in features.values()), default=0) if isinstance(features, dict) else features or 0
     sketched = _layers(model, config, bool(features) and not facts.get("sparse_features")) if model is not None else ()
     inner = {id(p) for layer in _convolutions(model) for p in layer.parameters()}
-    found = tuple(tables(model)) if model is not None else ()
-    wide = {id(p) for _, table in found for p in table.parameters()}
+    named_tables = tuple(tables(model)) if model is not None else ()
+    wide = {id(p) for _, table in named_tables for p in table.parameters()}
     plain = [p for p in model.parameters() if id(p) not in wide] if model is not None else []
     return Workload(
-        num_nodes,
-        num_edges,
-        data.num_seeds("train") if store is not None else facts["num_seeds"],
-        width,
-        _entries(store, facts),
-        _unit_entries(store),
-        facts.get("num_classes") or 0,
-        facts.get("num_relations") or 0,
-        data.task,
-        kind,
-        sketched,
-        sum(p.numel() for p in plain if p.dim() >= 2 and id(p) not in inner),
-        sum(p.numel() for p in plain if not isinstance(p, nn.UninitializedParameter)),
-        _states(config["model"].get("optimizer")),
-        _states(_sparse_optimizer(config)),
-        tuple(_table(table, num_nodes, width) for _, table in found),
-        float(config["model"].get("dropout") or 0) > 0,
-        store.is_hetero if store is not None else isinstance(nodes, dict),
-        8 if precision.startswith("64") else 4,
-        store,
-        cut,
+        num_nodes=num_nodes,
+        num_edges=num_edges,
+        num_seeds=data.num_seeds("train") if store is not None else facts["num_seeds"],
+        num_features=width,
+        entries=_entries(store, facts),
+        unit_entries=_unit_entries(store),
+        num_classes=facts.get("num_classes") or 0,
+        num_relations=facts.get("num_relations") or 0,
+        task=data.task,
+        kind=kind,
+        layers=sketched,
+        dense=sum(p.numel() for p in plain if p.dim() >= 2 and id(p) not in inner),
+        parameters=sum(p.numel() for p in plain if not isinstance(p, nn.UninitializedParameter)),
+        states=_states(config["model"].get("optimizer")),
+        table_states=_states(_sparse_optimizer(config)),
+        tables=tuple(_table(table, num_nodes, width) for _, table in named_tables),
+        dropout=float(config["model"].get("dropout") or 0) > 0,
+        heterogeneous=store.is_hetero if store is not None else isinstance(nodes, dict),
+        item=8 if precision.startswith("64") else 4,
+        store=store,
+        cut_share=cut,
     )
 
 

@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from gtrain.files import replace_text
+
 
 class SpanLog:
     """The spans of one process; any thread may add to it.
@@ -67,6 +69,5 @@ def write_spans(path: Path, label: str, content: dict[str, Any]) -> None:
         content: lists of spans by name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps({"process": label, "host": socket.gethostname(), "pid": os.getpid(), **content}))
-    os.replace(part, path)
+    who = {"process": label, "host": socket.gethostname(), "pid": os.getpid()}
+    replace_text(path, json.dumps({**who, **content}))

@@ -22,6 +22,17 @@ def main(arguments: list[str]) -> None:
         GtrainError: no folder was given, one has no run, or a package is missing.
     """
     options = {"output": "", "files": "svg"}
+    folders = take_options(arguments, options)
+    if not folders:
+        raise GtrainError("gtrain report was given without a run.", hint="gtrain report runs/<date>/<time>")
+    if options["files"] not in FILES:
+        raise GtrainError(f"files={options['files']} was set.", hint=f"the forms are {', '.join(FILES)}.")
+    page = write_report(folders, Path(options["output"]) if options["output"] else None, options["files"])
+    print(f"report: {page}")
+
+
+def take_options(arguments: list[str], options: dict[str, str]) -> list[Path]:
+    """Set those of ``options`` that ``arguments`` give as ``key=value``, and return the other arguments as folders."""
     folders = []
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -29,12 +40,7 @@ def main(arguments: list[str]) -> None:
             options[key] = value
         else:
             folders.append(Path(argument))
-    if not folders:
-        raise GtrainError("gtrain report was given without a run.", hint="gtrain report runs/<date>/<time>")
-    if options["files"] not in FILES:
-        raise GtrainError(f"files={options['files']} was set.", hint=f"the forms are {', '.join(FILES)}.")
-    page = write_report(folders, Path(options["output"]) if options["output"] else None, options["files"])
-    print(f"report: {page}")
+    return folders
 
 
 def check_installed() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import altair as alt
 
 from gtrain.record.run import Row, RunRecord
-from gtrain.reporting.figures import PARTS, score_names, steady_epochs, training_clock
+from gtrain.reporting.figures import PARTS, score_names, steady_epochs, training_axis, training_clock
 from gtrain.reporting.page import write_page
 from gtrain.reporting.run_page import Section, find_failure
 from gtrain.reporting.style import BLUE, ORANGE, Figure, Table, colour, make_figure, thin
@@ -22,13 +22,13 @@ _MIB = 1 << 20
 def write_comparison(runs: list[RunRecord], path: Path) -> list[Figure]:
     """Write the page of several runs, and return its figures."""
     names = run_names(runs)
+    rows = comparison_rows(runs, names)
     sections = [
         Section("curves", "Training", _curves(runs, names)),
-        Section("cost", "Time, bytes and memory", [*_times(runs, names), *_costs(runs, names)]),
+        Section("cost", "Time, bytes and memory", [*_times(runs, names), *_costs(rows)]),
     ]
     sections = [section for section in sections if section.figures]
     shown = [figure for section in sections for figure in section.figures]
-    rows = comparison_rows(runs, names)
     metrics = [name for name in dict.fromkeys(name for row in rows for name in row["metrics"]) if "loss" not in name]
     failures = [(name, find_failure(run)) for name, run in zip(names, runs, strict=True)]
     write_page(
@@ -94,7 +94,7 @@ def _curves(runs: list[RunRecord], names: list[str]) -> list[Figure]:
     """Return the first score, and the training loss, of all runs against epochs and seconds."""
     every = [score for run in runs for score in score_names(run.history)]
     scores = [run.summary["best"]["name"] for run in runs if run.summary and run.summary["best"]] or every
-    found = []
+    charts = []
     for metric, title, key in ((scores[0] if scores else "", "", "score"), ("train/loss", "Training loss", "loss")):
         rows: Table = []
         for run, name in list(zip(runs, names, strict=True))[:_LINES]:
@@ -109,22 +109,21 @@ def _curves(runs: list[RunRecord], names: list[str]) -> list[Figure]:
         last = {row["run"]: row["value"] for row in rows}
         said = ", ".join(f"{run} ends at {value:.4g}" for run, value in last.items())
         note = f"The first {_LINES} of {len(runs)} runs." if len(runs) > _LINES else ""
-        for axis, label in (("epoch", "epoch"), ("seconds", "seconds of training")):
-            unit = "epochs" if axis == "epoch" else "seconds"
-            ticks = alt.Axis(tickCount=8, tickMinStep=1, format="d") if axis == "epoch" else alt.Axis(tickCount=8)
+        for axis in ("epoch", "seconds"):
+            x, unit = training_axis(axis)
             chart = (
                 alt.Chart(alt.Data(values=rows))
                 .mark_line(point=alt.OverlayMarkDef(size=18, filled=True) if len(rows) < 600 else False)
                 .encode(
-                    x=alt.X(f"{axis}:Q", title=label, axis=ticks),
+                    x=x,
                     y=alt.Y("value:Q", title=metric, scale=alt.Scale(zero=False)),
                     color=colour("run", shown),
                     tooltip=["run:N", f"{axis}:Q", alt.Tooltip("value:Q", title=metric, format=".5~g")],
                 )
             )
             heading = f"{title or metric} against {unit}"
-            found.append(make_figure(f"{key}-by-{axis}", heading, f"{heading}: {said}.", chart, note=note))
-    return found
+            charts.append(make_figure(f"{key}-by-{axis}", heading, f"{heading}: {said}.", chart, note=note))
+    return charts
 
 
 def _times(runs: list[RunRecord], names: list[str]) -> list[Figure]:
@@ -160,13 +159,13 @@ def _mean(rows: list[Row], key: str) -> float:
     return float(sum(row[key] for row in rows) / len(rows))
 
 
-def _costs(runs: list[RunRecord], names: list[str]) -> list[Figure]:
-    """Return the bytes that an epoch sends, and the peak memory, of each run."""
-    rows = [row for row in comparison_rows(runs, names) if row["sent"] is not None]
+def _costs(rows: list[Row]) -> list[Figure]:
+    """Return the bytes that an epoch sends, and the peak memory, of the runs that have a summary."""
+    rows = [row for row in rows if row["sent"] is not None]
     if not rows:
         return []
     height = max(90, 26 * len(rows) + 20)
-    found = []
+    charts = []
     columns: list[tuple[str, str, str, Callable[[Row], float]]] = [
         ("memory", "Peak memory", "MiB, the largest process", lambda row: row["memory"] / _MIB)
     ]
@@ -185,8 +184,8 @@ def _costs(runs: list[RunRecord], names: list[str]) -> list[Figure]:
             chart += base.mark_tick(color=ORANGE, thickness=4, height={"band": 0.95}).encode(x="bound:Q")
         text = f"{title} by run: " + ", ".join(f"{row['run']} {row['MiB']:.4g} MiB" for row in values) + "."
         note = "The orange mark is the lower bound for the run's partitioning." if bounded else ""
-        found.append(make_figure(key, title, text, chart, note=note, height=height))
-    return found
+        charts.append(make_figure(key, title, text, chart, note=note, height=height))
+    return charts
 
 
 def _bound(row: Row, key: str) -> float | None:

@@ -22,7 +22,7 @@ def score_names(history: list[Row]) -> list[str]:
 
 def curves(run: RunRecord) -> list[Figure]:
     """Return the losses and the scores against epochs and against seconds of training."""
-    history, found = run.history, []
+    history, charts = run.history, []
     scores = [name for name in score_names(history) if not name.endswith("mean_rank")]
     clock = training_clock(run)
     losses = [name for name in ("train/loss", "val/loss") if any(name in row for row in history)]
@@ -37,21 +37,20 @@ def curves(run: RunRecord) -> list[Figure]:
             continue
         last = {row["metric"]: row["value"] for row in rows}
         summary = ", ".join(f"{name} ends at {value:.4g}" for name, value in last.items())
-        axes = [("epoch", "epoch", "epochs")]
-        axes += [("seconds", "seconds of training", "seconds")] if rows[0]["seconds"] is not None else []
-        for axis, label, unit in axes:
-            ticks = alt.Axis(tickCount=8, tickMinStep=1, format="d") if axis == "epoch" else alt.Axis(tickCount=8)
-            chart = _lines(
-                rows,
-                alt.X(f"{axis}:Q", title=label, axis=ticks),
-                "value",
-                kind,
-                "metric",
-                names,
-            )
+        axes = ("epoch", "seconds") if rows[0]["seconds"] is not None else ("epoch",)
+        for axis in axes:
+            x, unit = training_axis(axis)
+            chart = _lines(rows, x, "value", kind, "metric", names)
             figure = f"{kind}-by-{axis}"
-            found.append(make_figure(figure, f"{title} against {unit}", f"{title} against {unit}: {summary}.", chart))
-    return found
+            charts.append(make_figure(figure, f"{title} against {unit}", f"{title} against {unit}: {summary}.", chart))
+    return charts
+
+
+def training_axis(name: str) -> tuple[alt.X, str]:
+    """Return the axis of the column ``epoch`` or ``seconds`` of a curve, and what it counts."""
+    if name == "epoch":
+        return alt.X("epoch:Q", title="epoch", axis=alt.Axis(tickCount=8, tickMinStep=1, format="d")), "epochs"
+    return alt.X("seconds:Q", title="seconds of training", axis=alt.Axis(tickCount=8)), "seconds"
 
 
 def _lines(rows: Table, x: alt.X, y: str, title: str, series: str, names: list[str], *, zero: bool = False) -> Any:

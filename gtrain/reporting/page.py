@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -13,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from gtrain import __version__
+from gtrain.files import replace_text, user_cache
 from gtrain.reporting.style import Figure
 
 _FILE_WIDTH = 640
@@ -45,9 +45,7 @@ def write_page(path: Path, template: str, figures: Sequence[Figure], **values: A
         **values,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(content)
-    os.replace(part, path)
+    replace_text(path, content)
 
 
 def write_files(folder: Path, figures: Sequence[Figure], form: str) -> None:
@@ -78,7 +76,7 @@ def vega_bundle() -> str:
     import vl_convert
 
     name = f"vega-{version('vl-convert-python')}.js"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gtrain", name)
+    cache = user_cache() / name
     try:
         return cache.read_text()
     except OSError:
@@ -87,9 +85,7 @@ def vega_bundle() -> str:
         script = re.sub(r"</(script)", r"<\\/\1", bundle, flags=re.IGNORECASE)
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        part = cache.with_name(f"{name}.{os.getpid()}")
-        part.write_text(script)
-        os.replace(part, cache)
+        replace_text(cache, script)
     except OSError:  # a home folder that cannot be written to
         pass
     return script

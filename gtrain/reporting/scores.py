@@ -33,8 +33,8 @@ def figures(run: RunRecord, class_names: list[str] | None, relation_names: list[
     """
     if not run.tests:
         return []
-    found = [*_confusion(run, class_names), *_curves(run, class_names)]
-    return [*found, *_ranks(run), *_relations(run, relation_names)]
+    by_class = [*_confusion(run, class_names), *_curves(run, class_names)]
+    return [*by_class, *_ranks(run), *_relations(run, relation_names)]
 
 
 def _confusion(run: RunRecord, names: list[str] | None) -> list[Figure]:
@@ -103,9 +103,9 @@ def _curves(run: RunRecord, names: list[str] | None) -> list[Figure]:
         alarms = np.concatenate([[0], np.cumsum(negative[::-1])]) / negative.sum()
         areas[name] = float(np.trapezoid(hits, alarms))
         roc += [{"series": name, "x": x, "y": y, "order": n} for n, (x, y) in enumerate(_corners(alarms, hits))]
-        found = np.cumsum(positive[::-1]) + np.cumsum(negative[::-1])
-        shown = found > 0
-        points = _corners(hits[1:][shown], np.cumsum(positive[::-1])[shown] / found[shown])
+        retrieved = np.cumsum(positive[::-1]) + np.cumsum(negative[::-1])
+        shown = retrieved > 0
+        points = _corners(hits[1:][shown], np.cumsum(positive[::-1])[shown] / retrieved[shown])
         precision += [{"series": name, "x": x, "y": y, "order": n} for n, (x, y) in enumerate(points)]
     if not areas:
         return []

@@ -8,13 +8,14 @@ they are.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from gtrain.errors import GtrainError
+from gtrain.files import replace_text
+from gtrain.reporting.command import take_options
 
 Event = dict[str, Any]
 TRACKS = ("batches", "layers", "waits", "exchanges", "requests", "executed")
@@ -33,22 +34,14 @@ def main(arguments: list[str]) -> None:
         GtrainError: not one folder was given, or the run recorded no spans.
     """
     options = {"output": "", "operators": "true"}
-    folders = []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if equals and key in options:
-            options[key] = value
-        else:
-            folders.append(Path(argument))
+    folders = take_options(arguments, options)
     if len(folders) != 1:
         raise GtrainError("gtrain trace was given without a run.", hint="gtrain trace runs/<date>/<time>")
     if options["operators"] not in ("true", "false"):
         raise GtrainError(f"operators={options['operators']} was set.", hint="set true or false.")
     path = Path(options["output"] or folders[0] / "trace.json")
     content = make_trace(folders[0], operators=options["operators"] == "true")
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(content))
-    os.replace(part, path)
+    replace_text(path, json.dumps(content))
     print(f"trace: {path}, for https://ui.perfetto.dev")
 
 

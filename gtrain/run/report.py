@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import socket
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from rich.text import Text
 from gtrain import __version__
 from gtrain.callbacks.recorder import RunRecorder
 from gtrain.data.module import GraphDataModule
+from gtrain.files import replace_text
 from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import HELD_OUT
 from gtrain.strategy.counters import Counters, PeakMemory
@@ -130,9 +130,7 @@ def _number(value: float) -> float | None:
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write ``summary.json`` atomically."""
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    os.replace(temporary, path)
+    replace_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def print_summary(content: dict[str, Any], run_dir: Path) -> None:

@@ -92,7 +92,7 @@ class PsPlanner(Planner):
 
     def _embeddings(self, estimate: Estimate, run: PlannedRun, edges: float, number: int) -> None:
         """Add what edges of a knowledge graph cost, whose rows are pulled and whose gradients are pushed."""
-        work, steps, table = run.workload, wide.steps_of(run), run.workload.tables[0]
+        steps, table = wide.steps_of(run), run.workload.tables[0]
         _, drawn = wide.negatives(dict(run.config), table.rows)
         sides = int(run.config["model"]["head_negs"]) + int(run.config["model"]["tail_negs"])
         reads = (2 + sides * drawn) * edges / steps
@@ -104,4 +104,3 @@ class PsPlanner(Planner):
         wide.add_edge_scores(estimate, run, edges, flops=run.flops, fused=False)
         wide.add_batch_scores(estimate, run, edges / steps)
         wide.add_starts(estimate, run, 4 * layers.OPERATIONS)
-        assert work.kind == wide.EMBEDDING

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from gtrain.engine.fused_layers import costs_less_first
 from gtrain.graph.owners import owner_of
 from gtrain.graph.sampling.columns import Columns
 from gtrain.graph.sampling.sampler import NeighborSampler
@@ -35,7 +36,6 @@ from gtrain.plan.workload import ATTENTION, Layer
 _HIDDEN = 0.8  # of the transfers, which are a batch ahead
 _DRAWN = 4  # batches
 _MOST_EDGES = 200_000_000  # of a store that is read for a sample
-_SUM_COST = 8  # of adding a number of a row, in multiplications: gtrain.engine.fused_layers
 _EDGE_BYTES = 40  # of a sampled edge: ends and position, and their order by target and by source
 _KEPT = 1.5  # freed memory that the C library keeps for the next batch, in parts of what a batch allocates
 
@@ -172,9 +172,7 @@ def _transforms_first(layer: Layer, sources: float, targets: float, edges: float
         return False
     if layer.name not in ("SAGEConv", "GraphConv"):
         return layer.transforms_first
-    inputs, outputs = layer.inputs, layer.outputs
-    before = sources * inputs * outputs + _SUM_COST * edges * outputs
-    return before < targets * inputs * outputs + _SUM_COST * edges * inputs
+    return costs_less_first(sources, targets, edges, layer.inputs, layer.outputs)
 
 
 def _shared(run: PlannedRun, batch: Sampled, steps: int) -> float:
