@@ -55,10 +55,6 @@ class Network:
         """The address of a machine."""
         return f"10.77.0.{machine + 1}"
 
-    def command(self, machine: int, *arguments: str) -> list[str]:
-        """Return the command that runs ``arguments`` on a machine."""
-        return ["ip", "netns", "exec", self._names[machine], *arguments]
-
     def link(self, machine: int, state: str) -> None:
         """Take the port of a machine at the switch ``down``, or ``up`` again."""
         _ip(f"-n {self._hub} link set port{machine} {state}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import REPO, ok, run
+from forked import python
+from helpers import REPO, ok
 
 EXAMPLES = REPO / "examples"
 
@@ -71,7 +71,7 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("example", CHECKS)
 def test_an_example_runs(example: str, tmp_path: Path) -> None:
-    CHECKS[example](ok(run([sys.executable, str(EXAMPLES / f"{example}.py")], cwd=tmp_path)).stdout, tmp_path)
+    CHECKS[example](ok(python(str(EXAMPLES / f"{example}.py"), cwd=tmp_path)).stdout, tmp_path)
 
 
 def test_every_example_is_listed_and_tested() -> None:

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import helpers
 import jsonschema
 import pytest
-from helpers import REPO, example_site, gtrain, ok, show, summary
+from forked import gtrain
+from helpers import REPO, example_site, ok, show, summary
 
 SMALL = (
     "trainer.precision=64-true",
@@ -43,7 +45,7 @@ def losses(run_dir: Path) -> dict[str, list[float]]:
 
 
 def test_help_lists_it(installed: dict[str, str], tmp_path: Path) -> None:
-    text = ok(gtrain("--help", cwd=tmp_path, env=installed)).stdout
+    text = ok(helpers.gtrain("--help", cwd=tmp_path, env=installed)).stdout
     strategies = text.partition("Strategies")[2].partition("== Configuration groups")[0]
     names = [line.split()[0] for line in strategies.splitlines()[1:] if line.strip()]
     assert names == ["pbg", "ps", "pyg", "replicated", "sar", "sar_auto", "single"]

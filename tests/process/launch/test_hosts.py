@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 from forked import gtrain
-from helpers import ok, run, show, summary
+from helpers import ok, show, summary
 from namespaces import network
 
 from gtrain.wire import Security
@@ -39,8 +38,8 @@ def test_four_hosts_train_as_one(name: str, tmp_path: Path) -> None:
         where = (f"cluster.rendezvous=tcp://{machines.address(0)}:29500", f"cluster.key_file={tmp_path}/job.key")
 
         def start(number: int) -> CompletedProcess[str]:
-            job = ("-m", "gtrain", *CASES[name], *JOB, "cluster=manual", f"cluster.rank={number}", *where)
-            return run(machines.command(number, sys.executable, *job, "hydra.run.dir=run"), cwd=folders[number])
+            job = (*CASES[name], *JOB, "cluster=manual", f"cluster.rank={number}", *where, "hydra.run.dir=run")
+            return machines.run(number, folders[number], "gtrain", *job).end()
 
         with ThreadPoolExecutor(4) as pool:
             ends = list(pool.map(start, range(4)))

@@ -10,8 +10,6 @@ import json
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from forked import Program
-from helpers import LIMIT, REPO, clean_environment, ok, run, summary
+from helpers import REPO, ok, run, summary
 from kubeflow_trainer_api import models
 
 FOLDER = REPO / "examples" / "kubernetes"
@@ -210,26 +208,13 @@ def test_the_commands_of_the_pods_train_as_one_machine_does(
     source: str, cluster: Path, undisturbed: dict[str, Any]
 ) -> None:
     jobset = manifest("jobset") if source == "jobset" else jobset_of(manifest("runtime"), manifest("trainjob"))
-    started: list[subprocess.Popen[str]] = []
-    try:
-        for pod in pods(jobset, cluster, free_port(), 0, str(uuid.uuid4())):
-            prepare(pod, cluster)
-            command = [str(Path(sys.executable).with_name(pod.command[0])), *pod.command[1:], *SMALL * pod.trains]
-            started.append(
-                subprocess.Popen(
-                    command,
-                    cwd=cluster / "work",
-                    env=clean_environment(pod.environment),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )  # fmt: skip
-            )
-        said = [process.communicate(timeout=LIMIT)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * 4, said
+    jobs = []
+    for pod in pods(jobset, cluster, free_port(), 0, str(uuid.uuid4())):
+        prepare(pod, cluster)
+        assert pod.command[0] == "gtrain"
+        arguments = [*pod.command[1:], *SMALL * pod.trains]
+        jobs.append(Program("-m", "gtrain", *arguments, cwd=cluster / "work", env=pod.environment))
+    assert len([ok(program.end()) for program in jobs]) == 4
     assert result(cluster / "work")["history"] == undisturbed["history"]
     assert [rank["role"] for rank in result(cluster / "work")["ranks"]] == ["worker"] * 2 + ["parameter"] * 2
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import gtrain, ok, run, summary
+from forked import gtrain
+from helpers import ok, run, summary
 
 TINY = ("data.num_nodes=600", "data.num_edges=4000", "trainer.max_epochs=5")
 JOBS = {
@@ -78,7 +79,11 @@ def test_jobs_started_by_hand_are_not_restarted(tmp_path: Path) -> None:
 def test_ranks_that_torchrun_restarts_resume_from_the_last_checkpoint(tmp_path: Path) -> None:
     job = JOBS["sar"][2:]
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "-m", "gtrain", "strategy=sar")
-    ok(run([sys.executable, *torchrun, *job, "hydra.run.dir=undisturbed"], cwd=tmp_path))
+    ok(
+        gtrain(
+            "strategy=sar", *job, "trainer.num_nodes=1", "trainer.devices=2", "hydra.run.dir=undisturbed", cwd=tmp_path
+        )
+    )
     done = ok(run([sys.executable, *torchrun, *job, kill(1, 2)], cwd=tmp_path))
     assert done.stderr.count("gtrain: restarting the job from its last checkpoint in") == 1
     (killed,) = (path.parent for path in (tmp_path / "runs").glob("2*/*/summary.json"))
