@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.util
 import os
 import selectors
 import signal
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from gtrain.errors import GtrainError, RankFailedError, SilentRankError
@@ -105,12 +107,28 @@ def preload() -> None:
     collects = gc.isenabled()
     gc.disable()
     try:
+        _import_torchmetrics()
         cuda.import_torch_geometric()
         importlib.import_module(PRELOAD)
     finally:
         gc.freeze()
         if collects:
             gc.enable()
+
+
+def _import_torchmetrics() -> None:
+    """Import torchmetrics without scipy.signal, which takes as long to import as Lightning does.
+
+    torchmetrics imports it only to give the scipy of one audio package a function back that scipy has removed.
+    """
+    if "scipy.signal" not in sys.modules and importlib.util.find_spec("scipy") is not None:
+        signals: Any = ModuleType("scipy.signal")
+        signals.hamming = None
+        sys.modules["scipy.signal"] = signals
+        try:
+            importlib.import_module("torchmetrics")
+        finally:
+            del sys.modules["scipy.signal"]
 
 
 # ---------------------------------------------------------------------------------------------------- watching

@@ -60,20 +60,21 @@ def test_a_process_that_uses_the_driver_forks_no_ranks(monkeypatch: pytest.Monke
     assert interpreter.fork_obstacle() == "it uses CUDA"
 
 
-NO_FOLDERS = """
-import os, sys, tempfile
+IMPORTS = """
+import importlib, os, sys, tempfile
 made = []
 sys.addaudithook(lambda event, args: made.append(os.fsdecode(args[0])) if event == "os.mkdir" else None)
 from gtrain.launch.agent import preload; preload()
-print([path for path in made if path.startswith(tempfile.gettempdir())])
+print([path for path in made if path.startswith(tempfile.gettempdir())], "scipy.signal" in sys.modules)
+print(importlib.import_module("scipy.signal").hilbert.__name__)
 """
 
 
-def test_no_folder_is_made_in_the_temporary_folder_by_the_imports_of_the_agent(tmp_path: Path) -> None:
-    """One that is made and removed would stay behind if the command were killed in between."""
+def test_the_imports_of_the_agent_make_no_temporary_folder_and_leave_out_scipy_signal(tmp_path: Path) -> None:
+    """A folder that is made and removed would stay behind if the command were killed in between."""
     environment = {**clean_environment(), "TMPDIR": str(tmp_path)}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
     done = subprocess.run(
-        [sys.executable, "-c", NO_FOLDERS], capture_output=True, text=True, timeout=LIMIT, env=environment
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=LIMIT, env=environment
     )
-    assert done.stdout.split() == ["[]"], done.stdout + done.stderr
+    assert done.stdout.split() == ["[]", "False", "hilbert"], done.stdout + done.stderr
