@@ -23,6 +23,8 @@ from gtrain.run.sketch import ModelSketch
 from gtrain.run.task import data_module
 
 MOST_MACHINES = 1 << 16
+NO_FORMULAS = "its package has no formulas"
+"""Why there is no estimate of a backend without a planner."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ class Planning:
         backend = backends.get(name)
         planner = backend.load_planner()
         if planner is None:
-            yield Row(name, {}, refusal="its package has no formulas")
+            yield Row(name, {}, refusal=NO_FORMULAS)
             return
         for variant in planner.variants(each):
             settings = copy.deepcopy(each)
