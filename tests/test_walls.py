@@ -70,6 +70,7 @@ LIGHT = (
     "gtrain.run.runs",
     "gtrain.settings",
     "gtrain.targets",
+    "gtrain.units",
 )
 """Modules that the command imports before a rank exists; each imports the standard library, hydra and each other."""
 LIGHT_PACKAGES = (

@@ -14,6 +14,7 @@ from gtrain.doctor.machine import PINNING_VARIABLES, THREAD_VARIABLES
 from gtrain.doctor.probe import KAMINPAR, METIS
 from gtrain.errors import ConfigError
 from gtrain.messages import did_you_mean
+from gtrain.units import size
 
 FORMATS = ("text", "json")
 KEYS = ("format", "strategy", "trainer.num_nodes", "trainer.devices", "calibrate")
@@ -414,13 +415,3 @@ def _devices(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
         )
     if facts["open_files"]["limit"] < 1024:
         yield Finding(f"a process may open {facts['open_files']['limit']} files.", "ulimit -n 65536.")
-
-
-def size(count: int) -> str:
-    """Return bytes in a readable unit."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from gtrain.plan.estimate import DISK, MEMORY, SENT, SERVER_MEMORY, UNITS, Term
 from gtrain.plan.rows import Plan, Row
+from gtrain.units import size
 
 _FEW = 0.005
 """Terms below this share of their quantity are left out of the formulas."""
@@ -97,12 +98,3 @@ def _number(value: float) -> str:
 
 def _value(value: float, unit: str) -> str:
     return size(value) if unit == "bytes" else f"{value:.3g} s"
-
-
-def size(value: float) -> str:
-    """Return bytes in the largest binary unit that leaves a number of at least 1."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.3g} {unit}"

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from gtrain import __version__
 from gtrain.files import replace_text, user_cache
 from gtrain.reporting.style import Figure
+from gtrain.units import size
 
 _FILE_WIDTH = 640
 """Width in pixels of the files beside a page."""
@@ -92,14 +93,7 @@ def vega_bundle() -> str:
 
 
 def _bytes(value: float | None) -> str:
-    """Return bytes with a binary prefix: ``12.3 MiB``."""
-    if value is None:
-        return "-"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
-        value /= 1024
-    return f"{value:,.1f} TiB"
+    return "-" if value is None else size(value)
 
 
 def _seconds(value: float | None) -> str:

@@ -101,13 +101,13 @@ def test_nothing_is_wrong() -> None:
             False,
             "strategy=far cannot be used: ImportError: far",
         ),
-        (put("shared_memory/free", 64 * 2**20), False, "has 64.0 MiB free"),
+        (put("shared_memory/free", 64 * 2**20), False, "has 64 MiB free"),
         (put("shared_memory/writable", False), False, "cannot share memory"),
         (put("temporary_folder/writable", False), True, "temporary folder /x cannot be written"),
-        (put("temporary_folder/free", 1000), False, "temporary folder /x has 1000 B free"),
+        (put("temporary_folder/free", 1000), False, "temporary folder /x has 1,000 B free"),
         (put("kernels", {"cache": None, "writable": False}), False, "compiled kernels cannot be cached"),
-        (put("memory/available", GIB), False, "1.0 GiB of memory free for 4 rank(s)"),
-        (put("memory/limit", 2 * GIB), False, "2.0 GiB of memory free"),
+        (put("memory/available", GIB), False, "1 GiB of memory free for 4 rank(s)"),
+        (put("memory/limit", 2 * GIB), False, "2 GiB of memory free"),
         (put("environment", {}), False, "OMP_NUM_THREADS is not set: torch uses 2 threads"),
         (put("environment/OMP_NUM_THREADS", "8"), False, "OMP_NUM_THREADS=8 with 4 ranks makes 32 threads on 8 cores"),
         (put("environment/MKL_NUM_THREADS", "3"), False, "MKL_NUM_THREADS=3 with 4 ranks makes 12 threads"),
@@ -152,7 +152,7 @@ def test_gpus_and_what_strategies_do_on_them() -> None:
     assert judge(facts, 1, None) == []
     text = "\n".join(report.lines(facts, []))
     for line in (
-        "cuda:0           A9, 78.0 GiB free of 80.0 GiB, compute capability 9.0, bfloat16",
+        "cuda:0           A9, 78 GiB free of 80 GiB, compute capability 9.0, bfloat16",
         "CUDA             torch is built for 13.0, the driver supports 13.1",
         "Triton           3.6.0, compiles kernels",
         "NCCL             2.28.3",
