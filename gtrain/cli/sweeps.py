@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import select
 import selectors
 import signal
 import sys
@@ -27,6 +26,7 @@ from gtrain.errors import GtrainError, restored
 from gtrain.launch import slot
 from gtrain.launch.agent import terminate_on_signals
 from gtrain.launch.children import die_with_parent, fork_with_pipe
+from gtrain.launch.sockets import wait_readable
 
 log = logging.getLogger(__name__)
 TERMINAL = "terminal.log"
@@ -156,7 +156,7 @@ class _Job:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
             os.kill(self._pid, number)
             deadline = time.monotonic() + _END_SECONDS
-            while select.select([self.pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            while wait_readable([self.pipe], max(0.0, deadline - time.monotonic())):
                 if not self.read():
                     os.close(self.pipe)
                     os.waitpid(self._pid, 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import sys
 import time
@@ -23,6 +22,7 @@ from gtrain.launch.agent import run
 from gtrain.launch.children import GRACE_SECONDS, die_with_parent
 from gtrain.launch.job import Job, server_slots, server_specs
 from gtrain.launch.launchers.base import RankInfo
+from gtrain.launch.sockets import wait_readable
 
 
 class Keeper:
@@ -78,7 +78,7 @@ class Keeper:
         with contextlib.suppress(ChildProcessError, ProcessLookupError):
             descriptor = os.pidfd_open(self._pid)
             try:
-                if not select.select([descriptor], [], [], seconds)[0]:
+                if not wait_readable([descriptor], seconds):
                     self._say(f"did not stop them in {seconds:g} s and is killed")
                     os.kill(self._pid, signal.SIGKILL)
             finally:

@@ -11,7 +11,6 @@ import importlib
 import itertools
 import json
 import os
-import select
 import signal
 import stat
 import sys
@@ -29,6 +28,7 @@ from gtrain.errors import ConfigError, GtrainError, PeerLostError, RankFailedErr
 from gtrain.launch import slot
 from gtrain.launch.agent import preload
 from gtrain.launch.children import die_with_parent, fork_with_pipe
+from gtrain.launch.sockets import wait_readable
 from gtrain.launch.templates import keep_templates_in_memory
 from gtrain.record import events
 from gtrain.run import runs
@@ -185,10 +185,10 @@ class JobRequest:
 
 def _await_preflight(pipe: IO[bytes]) -> bool:
     """Wait until the process of the checks writes or ends, and report a long wait; return False if it is too long."""
-    if select.select([pipe], [], [], _SAY_SECONDS)[0]:
+    if wait_readable([pipe.fileno()], _SAY_SECONDS):
         return True
     print(f"gtrain: waiting for the preflight checks, {_SAY_SECONDS:g} s", file=sys.stderr, flush=True)
-    return bool(select.select([pipe], [], [], _PREFLIGHT_SECONDS - _SAY_SECONDS)[0])
+    return bool(wait_readable([pipe.fileno()], _PREFLIGHT_SECONDS - _SAY_SECONDS))
 
 
 def _run_preflight(cfg: DictConfig, choices: dict[str, str], overrides: Sequence[str], write_end: int) -> NoReturn:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _QUEUE = 1024
@@ -106,6 +108,17 @@ def listen_tcp(host: str, port: int = 0) -> Listener:
         raise
     name, number = listener.getsockname()[:2]
     return Listener(listener, f"tcp://[{name}]:{number}" if ":" in name else f"tcp://{name}:{number}")
+
+
+def wait_readable(descriptors: Iterable[int], seconds: float) -> set[int]:
+    """Wait until one of the descriptors can be read or, of a process, has ended; return those of which this is true.
+
+    select() cannot wait for descriptors above 1023, which a process with many connections has.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
 
 
 def limit_retransmission(connection: socket.socket) -> None:

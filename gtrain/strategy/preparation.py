@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import os
-import select
 import signal
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from gtrain.launch.children import GRACE_SECONDS, die_with_parent, fork_with_pip
 from gtrain.launch.environment import WaitReport, find_environment
 from gtrain.launch.job_store import POLL_SECONDS
 from gtrain.launch.launchers.local import run_local
+from gtrain.launch.sockets import wait_readable
 from gtrain.strategy.counters import PeakMemory
 from gtrain.strategy.store_sharing import prepare_shared
 
@@ -158,7 +158,7 @@ def _run_child(function: Callable[[], Any], parent: int, write_end: int) -> NoRe
 def _report_stops(pipe: IO[bytes], pid: int, what: str) -> None:
     """Wait until the process writes its message or ends; report that it is stopped: preparing data may take hours."""
     report = None
-    while not select.select([pipe], [], [], POLL_SECONDS)[0]:
+    while not wait_readable([pipe.fileno()], POLL_SECONDS):
         is_stopped = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT | os.WNOHANG) is not None
         report = (report or WaitReport(what)) if is_stopped else None
         if report is not None:
@@ -171,7 +171,7 @@ def _end(pid: int) -> None:
         descriptor = os.pidfd_open(pid)
         try:
             os.kill(pid, signal.SIGTERM)
-            if not select.select([descriptor], [], [], GRACE_SECONDS)[0]:
+            if not wait_readable([descriptor], GRACE_SECONDS):
                 os.kill(pid, signal.SIGKILL)
         finally:
             os.close(descriptor)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import select
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 
 from gtrain.errors import GtrainError
+from gtrain.launch.sockets import wait_readable
 from gtrain.strategy.server import ServerContext
 from gtrain.wire import Client, DeadlineError, PeerRestartedError
 
@@ -156,8 +156,7 @@ class FailureDetector:
 
     def find_lost(self) -> dict[str, str]:
         """Return lost members and the reason; servers first, because their loss can end the job."""
-        # A pidfd becomes readable when its process ends.
-        ended = select.select(list(self._processes.values()), [], [], 0)[0] if self._processes else []
+        ended = wait_readable(self._processes.values(), 0)  # a pidfd is readable when its process has ended
         lost = {name: ENDED for name, process in self._processes.items() if process in ended}
         silent = {name for name in self._heard if self.silence(name) > self._lease_seconds} - lost.keys()
         lost |= dict.fromkeys(silent, f"sent no heartbeat for {self._lease_seconds:g} s")
