@@ -105,7 +105,14 @@ def test_a_refused_job_is_refused_once(engine: tuple[str, ...], tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["rank 0", "rank 1", "mpirun", "server"])
+@pytest.mark.parametrize(
+    ("victim", "engine"),
+    [
+        *((victim, "open-mpi") for victim in ("rank 0", "rank 1", "mpirun", "server")),
+        *((victim, "mpich") for victim in ("rank 1", "mpirun")),
+    ],
+    indirect=["engine"],
+)
 def test_who_is_killed_is_named_and_nothing_is_left(victim: str, engine: tuple[str, ...], tmp_path: Path) -> None:
     """After a rank or a server was killed, the same command resumes the job."""
     job = (*JOBS["sar"], "hydra.run.dir=run")

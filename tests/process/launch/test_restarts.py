@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import sys
 from pathlib import Path
 
 import pytest
 from forked import gtrain
-from helpers import ok, run, summary
+from helpers import ok, summary
 
 TINY = ("data.num_nodes=600", "data.num_edges=4000", "trainer.max_epochs=5")
 JOBS = {
@@ -73,20 +72,3 @@ def test_an_error_of_the_job_itself_is_not_repeated(tmp_path: Path) -> None:
 def test_jobs_started_by_hand_are_not_restarted(tmp_path: Path) -> None:
     done = gtrain("cluster=manual", "cluster.rank=0", "cluster.max_restarts=1", cwd=tmp_path)
     assert done.returncode == 1 and "cluster.max_restarts=1 was set; with cluster=manual gtrain does not" in done.stderr
-
-
-@pytest.mark.slow
-def test_ranks_that_torchrun_restarts_resume_from_the_last_checkpoint(tmp_path: Path) -> None:
-    job = JOBS["sar"][2:]
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "-m", "gtrain", "strategy=sar")
-    ok(
-        gtrain(
-            "strategy=sar", *job, "trainer.num_nodes=1", "trainer.devices=2", "hydra.run.dir=undisturbed", cwd=tmp_path
-        )
-    )
-    done = ok(run([sys.executable, *torchrun, *job, kill(1, 2)], cwd=tmp_path))
-    assert done.stderr.count("gtrain: restarting the job from its last checkpoint in") == 1
-    (killed,) = (path.parent for path in (tmp_path / "runs").glob("2*/*/summary.json"))
-    whole, restarted = summary(tmp_path / "undisturbed"), summary(killed)
-    assert [epoch["epoch"] for epoch in restarted["history"]] == [0, 1, 2, 3, 4]
-    assert restarted["metrics"] == pytest.approx(whole["metrics"], rel=1e-6)
