@@ -24,7 +24,7 @@ from gtrain.run.task import data_module
 
 MOST_MACHINES = 1 << 16
 NO_FORMULAS = "its package has no formulas"
-"""Why there is no estimate of a backend without a planner."""
+"""Why a backend without a planner is not estimated."""
 
 
 @dataclass(frozen=True)

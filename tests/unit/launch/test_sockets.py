@@ -21,8 +21,8 @@ def test_descriptors_that_select_cannot_wait_for_are_awaited() -> None:
     read_end, write_end = os.pipe()
     high = fcntl.fcntl(read_end, fcntl.F_DUPFD, 1050)
     try:
-        began = time.monotonic()
-        assert wait_readable([high], 0.01) == set() and time.monotonic() - began >= 0.01
+        start = time.monotonic()
+        assert wait_readable([high], 0.01) == set() and time.monotonic() - start >= 0.01
         os.write(write_end, b"x")
         assert wait_readable([high, write_end], 60) == {high}
         assert wait_readable([], 0) == set()
