@@ -218,7 +218,8 @@ def serve_role(target: str, job: JobContext, config: Any, stop: threading.Event)
         known=job.slot.role in job.roster.addresses,
         lasting_file=job.lasting_file,
     )
-    timeline = context.config.get("callbacks", {}).get("timeline") if context.config.get("verb") == "train" else None
+    settings = context.config or {}  # a server of a program may have none
+    timeline = settings.get("callbacks", {}).get("timeline") if settings.get("verb") == "train" else None
     if timeline:
         tracing.start()
     resolve(target)(context)
