@@ -70,7 +70,6 @@ LIGHT = (
     "gtrain.run.runs",
     "gtrain.settings",
     "gtrain.targets",
-    "gtrain.units",
 )
 """Modules that the command imports before a rank exists; each imports the standard library, hydra and each other."""
 LIGHT_PACKAGES = (
