@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import ssl
 import threading
@@ -15,6 +14,7 @@ import msgpack
 
 from gtrain.errors import PeerLostError
 from gtrain.launch import links
+from gtrain.launch.sockets import wait_readable
 
 _LONGEST = 16 << 20  # bytes of a message
 _WAIT_SECONDS = 1.0
@@ -166,11 +166,9 @@ class KeyValueStore:
     def _await_answer(self) -> None:
         """Wait until the first bytes of an answer can be read, or until reading them would raise."""
         report, deadline = self._report_wait(), time.monotonic() + self._timeout_seconds
-        poll = select.poll()  # select() cannot wait for descriptors above 1023
-        poll.register(self._line, select.POLLIN)
         while not (isinstance(self._line, ssl.SSLSocket) and self._line.pending()):
             left = deadline - time.monotonic()
-            if poll.poll(1000 * max(0.0, min(_WAIT_SECONDS, left))):
+            if wait_readable([self._line.fileno()], max(0.0, min(_WAIT_SECONDS, left))):
                 return
             if left <= 0:
                 raise TimeoutError(f"no answer for {self._timeout_seconds:g} s")
