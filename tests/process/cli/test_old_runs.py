@@ -97,6 +97,7 @@ def test_runs_of_earlier_releases_go_on(archive: Path, run: str, verb: str, tmp_
         assert not found
 
 
+@pytest.mark.slow
 @each_archive
 def test_last_and_best_find_runs_of_earlier_releases(archive: Path, tmp_path: Path) -> None:
     unpack(archive, tmp_path)

@@ -219,6 +219,7 @@ def test_cora_reaches_the_published_accuracy(tmp_path: Path, real_data: Callable
     assert sum(accuracy) / 2 >= 0.805
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_folder_of_one_that_lives_is_refused(tmp_path: Path) -> None:
     """The lock is the kernel's, so that a killed run leaves none; a run that goes on takes the folder again."""
     setting = ("strategy=single", "hydra.run.dir=run", "data.num_nodes=60", "data.num_edges=300")
@@ -240,6 +241,7 @@ def test_a_second_run_in_the_folder_of_one_that_lives_is_refused(tmp_path: Path)
     ok(gtrain(*setting, "trainer.max_epochs=3", "ckpt_path=last", cwd=tmp_path))
 
 
+@pytest.mark.slow
 def test_machines_that_share_a_run_folder(tmp_path: Path) -> None:
     common = ["cluster=manual", f"cluster.rendezvous=file://{tmp_path}/meet", "hydra.run.dir=run", *QUICK]
     command = [sys.executable, "-m", "gtrain", *common, "strategy=sar", "trainer.num_nodes=2"]
@@ -252,6 +254,7 @@ def test_machines_that_share_a_run_folder(tmp_path: Path) -> None:
         other.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("environment", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
 def test_openmp_threads_sleep_while_they_wait(environment: dict[str, str], policy: str, tmp_path: Path) -> None:
     """OpenMP shows its settings when torch loads it: the command must have set the policy before."""

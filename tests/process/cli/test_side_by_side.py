@@ -23,6 +23,7 @@ def meeting(folder: Path, jobs: int) -> tuple[str, ...]:
     return (callback, "allow_targets=[meeting]")
 
 
+@pytest.mark.slow
 def test_jobs_meet_and_have_the_results_of_single_jobs(tmp_path: Path) -> None:
     path = {"PYTHONPATH": str(ASSETS)}
     done = ok(gtrain(*SWEEP, *SMALL, *meeting(tmp_path, 2), "seed=3,4", cwd=tmp_path, env=path))
@@ -34,6 +35,7 @@ def test_jobs_meet_and_have_the_results_of_single_jobs(tmp_path: Path) -> None:
         assert mine["metrics"] == alone["metrics"] and mine["history"] == alone["history"]
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     done = gtrain(*SWEEP, *SMALL, "model.hidden_channels=-1,8", cwd=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr, show(done)

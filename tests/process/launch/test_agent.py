@@ -167,6 +167,7 @@ if rank == 0:
     until(lambda: not alive(int((tmp_path / "grandchild").read_text())), tmp_path)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_program_with_threads_find_what_forks_would(tmp_path: Path) -> None:
     """A fork of it would wait without end for threads of OpenMP's that it does not have."""
     done = forked.python(str(THREADED), "everything", cwd=tmp_path)

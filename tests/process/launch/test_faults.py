@@ -43,6 +43,7 @@ def checkpoint_epoch(run_dir: Path) -> int:
         return -1
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_end(tmp_path: Path) -> None:
     job = start(*ARGUMENTS, "trainer.max_epochs=10000", "hydra.run.dir=killed", cwd=tmp_path)
     until(lambda: checkpoint_epoch(tmp_path / "killed") >= 3, tmp_path)
@@ -154,9 +155,8 @@ def test_a_job_starts_without_checks_whose_process_is_killed(number: str, tmp_pa
     assert (line in done.stderr.splitlines()) == (number == "SIGKILL")
 
 
-@pytest.mark.parametrize(
-    "fault", ["SIGTERM", *(pytest.param(f, marks=pytest.mark.slow) for f in ("SIGINT", "killed rank"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["SIGTERM", "SIGINT", "killed rank"])
 def test_the_last_line_says_how_to_resume(fault: str, tmp_path: Path) -> None:
     setting = ["strategy=sar", "hydra.run.dir=run", *TINY]
     command = [sys.executable, "-m", "gtrain", *setting, "trainer.max_epochs=100000"]

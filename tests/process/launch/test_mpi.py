@@ -75,15 +75,10 @@ def losses(run_dir: Path) -> list[float]:
     return [epoch["train/loss"] for epoch in summary(run_dir)["history"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "engine"),
-    [
-        ("sar", "open-mpi"),
-        ("sar", "mpich"),
-        pytest.param("pyg", "mpich", marks=pytest.mark.slow),
-        pytest.param("ps", "open-mpi", marks=pytest.mark.slow),
-        pytest.param("pbg", "mpich", marks=pytest.mark.slow),
-    ],
+    [("sar", "open-mpi"), ("sar", "mpich"), ("pyg", "mpich"), ("ps", "open-mpi"), ("pbg", "mpich")],
     indirect=["engine"],
 )
 def test_losses_equal_those_of_local_ranks(strategy: str, engine: tuple[str, ...], tmp_path: Path) -> None:

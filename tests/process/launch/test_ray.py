@@ -185,6 +185,7 @@ def like_local(folder: Path, *arguments: str) -> None:
     equal(disturbed, summary(folder / "local"))
 
 
+@pytest.mark.slow
 def test_a_cluster_of_its_own_trains_like_local_ranks_and_leaves_nothing(tmp_path: Path) -> None:
     mark, memory = uuid.uuid4().hex, shared_memory()
     with tempfile.TemporaryDirectory(prefix="r-") as temporary:  # its path is short, as Ray's sockets need it

@@ -69,6 +69,7 @@ def check(job: tuple[str, ...], address: str, folder: Path, env: dict[str, str] 
     assert not [name for name in left if name.startswith("checkpoint-")], "copies and scratch folders are deleted"
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_an_address_and_is_tested_by_it(tmp_path: Path) -> None:
     check(JOBS["sar"], f"file://{tmp_path}/bucket", tmp_path)
     for name in ("a/last.ckpt", "a/best.ckpt", "b/last.ckpt", "b/best.ckpt"):

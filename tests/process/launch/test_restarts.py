@@ -35,7 +35,9 @@ def metrics(run: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("strategy", JOBS)
+@pytest.mark.parametrize(
+    "strategy", ["sar", "ps", *(pytest.param(name, marks=pytest.mark.slow) for name in ("single", "pyg", "pbg"))]
+)
 def test_a_job_restarts_from_its_last_checkpoint(strategy: str, tmp_path: Path) -> None:
     job = JOBS[strategy]
     ok(gtrain(*job, "hydra.run.dir=undisturbed", cwd=tmp_path))

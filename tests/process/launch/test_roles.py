@@ -154,6 +154,7 @@ def quick(folder: Path) -> list[str]:
     return ["--no-python", str(command(folder))]
 
 
+@pytest.mark.slow
 def test_under_torchrun_local_rank_0_starts_the_servers(undisturbed: Path, tmp_path: Path) -> None:
     arguments = ("strategy.steps=[20,30]", "strategy.servers=2", "hydra.run.dir=run")
     ok(python(*torchrun("--nproc-per-node=2", *quick(tmp_path), *SMALL, *arguments), cwd=tmp_path, env=FOUND))

@@ -79,7 +79,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_machines_of_other_settings_are_refused_in_one_line(first: int, tmp_path: Path) -> None:
     """Whichever comes first; paths and folders may differ."""
     port = free_port()
@@ -107,6 +107,7 @@ def test_a_machine_with_another_release_is_refused_in_one_line(tmp_path: Path) -
         )
 
 
+@pytest.mark.slow
 def test_ranks_of_other_settings_under_torchrun_are_refused_in_one_line(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "gtrain"]
     done = python(*torchrun, *SMALL, "model.optimizer.lr='${oc.decode:${oc.env:RANK}}'", cwd=tmp_path)

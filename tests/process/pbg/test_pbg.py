@@ -225,6 +225,7 @@ def test_limited_epochs_train_and_write_their_partitions_back(tmp_path: Path, wo
     assert len(losses(run)) == 2 and losses(run)[1] < losses(run)[0]
 
 
+@pytest.mark.slow
 def test_what_does_not_suit_is_said_in_a_sentence(tmp_path: Path) -> None:
     train(tmp_path, "four", "strategy.num_partitions=4", "trainer.max_epochs=1")
     checkpoint = tmp_path / "four" / "checkpoints" / "last.ckpt"

@@ -46,14 +46,10 @@ def optimizer(name: str) -> tuple[str, ...]:
     return (f"model.sparse_optimizer._target_=gtrain.nn.{name}", *OPTIMIZERS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "workers", "servers"),
-    [
-        pytest.param("SGD", 4, 2, marks=pytest.mark.slow),
-        pytest.param("Adagrad", 2, 4, marks=pytest.mark.slow),
-        ("RowwiseAdagrad", 1, 2),
-        ("LazyAdam", 2, 1),
-    ],
+    [("SGD", 4, 2), ("Adagrad", 2, 4), ("RowwiseAdagrad", 1, 2), ("LazyAdam", 2, 1)],
 )
 def test_every_optimizer(sweep: Runner, name: str, workers: int, servers: int) -> None:
     """Other numbers of workers and servers: ``tests/unit/ps/test_service.py``, where they are threads."""

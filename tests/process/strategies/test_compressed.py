@@ -56,6 +56,7 @@ def test_whole_graphs(sweep: Sweep, bags: list[str], model: str) -> None:
         assert losses(run) == pytest.approx(losses(dense), rel=1e-10)
 
 
+@pytest.mark.slow
 def test_sampled_batches(sweep: Sweep, bags: list[str]) -> None:
     arguments = [*bags, "model=sage", "data.batch_size=30"]
     sampled = ["strategy=pyg", "data.num_neighbors=[-1,-1]", "strategy.seeds=global", *arguments]

@@ -87,7 +87,8 @@ def test_ranks_without_edges_take_part(sweep: Runner, tmp_path: Path) -> None:
     check_equal(single, sar)
 
 
-@pytest.mark.parametrize("case", SOME_SLOW)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_pyg_over_all_neighbours_is_exact(sweep: Runner, case: str) -> None:
     arguments = [*CASES[case], "data.batch_size=200"]
     (single,) = sweep("strategy=single", "strategy.layers=plain", *arguments, name="single")

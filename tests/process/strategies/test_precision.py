@@ -38,7 +38,8 @@ def worst(expected: dict[str, Any], actual: dict[str, Any], name: str = "train/l
     return max(abs(a[name] - b[name]) / abs(a[name]) for a, b in pairs)
 
 
-@pytest.mark.parametrize("model", ["sage", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gcn", "gat"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["sage", "gcn", "gat"])
 def test_full_batch(sweep: Runner, model: str) -> None:
     exact, mixed, low = sweep(
         "strategy=single", "trainer.precision=32-true,bf16-mixed,bf16-true", *MODELS[model], name="single"

@@ -268,6 +268,7 @@ def test_keys_of_the_users_own_that_others_refer_to() -> None:
     assert refusal("strategy=single", "callbacks.checkpoint.monitor=val/f1") is None
 
 
+@pytest.mark.slow
 def test_text_in_utf_16_and_other_files_are_named_before_they_are_read() -> None:
     lines = "".join(f"{node} {node + 1}\n" for node in range(200))
     for encoding, name in (
@@ -319,6 +320,7 @@ def test_an_address_where_a_path_is_needed(key: str) -> None:
     assert error is not None and f"{key}=s3://bucket/name was set; this setting takes a local path" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [("hydra.run.dir=s3://bucket/run",), ("-m", "hydra.sweep.dir=s3://bucket/run")])
 def test_an_address_as_the_folder_of_runs(command: tuple[str, ...], tmp_path: Path) -> None:
     result = gtrain(*command, "strategy=single", cwd=tmp_path)
@@ -341,7 +343,9 @@ def test_each_strategy_trains_a_model_or_names_those_that_do(model: str, strateg
         assert refusal(f"strategy={other}", *settings) is None, other
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "experiment", [*EXPERIMENTS[:4], *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERIMENTS[4:])]
+)
 def test_an_experiment_composes_with_each_strategy_or_is_refused_with_those_that_serve_it(experiment: str) -> None:
     data = generated(experiment)
     served, suggested = set(), set()

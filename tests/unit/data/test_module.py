@@ -122,6 +122,7 @@ def test_without_pymetis_and_kaminpar_the_default_is_ldg(
         assert by_metis.open_store().manifest.partition.partitioner == "metis", "made where METIS was"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (metis.available() and kaminpar.available()), reason="pymetis or kaminpar is not installed")
 def test_auto_takes_the_store_of_the_method_for_the_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

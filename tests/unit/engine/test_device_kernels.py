@@ -72,6 +72,7 @@ def run(command: list[str], **variables: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_kernels_equal_the_plain_ones_by_the_interpreter() -> None:
     """In a process of its own, because Triton asks for the interpreter when it is imported."""
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) and np.lib.NumpyVersion(np.__version__) >= "2.4.0":

@@ -94,6 +94,7 @@ os.environ["PYTHONPATH"] = os.getcwd()
 PRETEND = "import torch\ntorch.cuda.is_available = lambda: True\n"
 
 
+@pytest.mark.slow
 def test_results_of_all_parts_are_in_the_folder(tmp_path: Path) -> None:
     root = checkout(tmp_path)
     (root / "pretend.py").write_text(PRETEND)
@@ -124,6 +125,7 @@ def test_a_part_that_takes_too_long_is_killed_with_its_processes_and_the_next_on
     assert ps["status"] == "passed" and ps["readings"][0]["device"] == "cuda"
 
 
+@pytest.mark.slow
 def test_without_a_gpu_tests_are_skipped_before_their_fixtures(tmp_path: Path) -> None:
     root = checkout(tmp_path)
     (root / "pretend.py").write_text(PRETEND.replace("True", "False"))

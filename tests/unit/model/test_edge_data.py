@@ -166,6 +166,7 @@ def test_what_the_split_and_the_sampling_read(options: dict[str, Any], read: set
     assert Given(graph("sage", None), tmp_path, **options).edge_data_read == read
 
 
+@pytest.mark.slow
 def test_a_trainer_of_python_checks_edge_data_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fit(model: str, given: Data) -> None:
         data = Given(given, tmp_path / "fit")

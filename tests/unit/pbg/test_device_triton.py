@@ -45,6 +45,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_triton_kernels_compute_what_torch_does(tmp_path: Path) -> None:
     """In a process of its own: Triton reads the variable when it first sees a kernel."""
     pytest.importorskip("triton", reason="Triton is not installed: torch for CPUs does not bring it")

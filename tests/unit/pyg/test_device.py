@@ -522,6 +522,7 @@ def test_a_run_has_the_losses_of_a_cpu(network: str, monkeypatch: pytest.MonkeyP
     assert run.losses == expected.losses
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_links_have_the_losses_of_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     expected, _ = fit(monkeypatch, tmp_path, "sage", False, task="link")

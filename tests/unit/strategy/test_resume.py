@@ -116,6 +116,7 @@ class Counting(RunCheckpoint):
         self.saved.setdefault(Path(filepath).stem, []).append(trainer.global_step)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("interval", [{"every_n_train_steps": 2}, {"train_time_interval": timedelta(0)}])
 def test_checkpoints_within_epochs_are_the_last_and_not_the_best(tmp_path: Path, interval: dict[str, Any]) -> None:
@@ -156,6 +157,7 @@ def test_the_epoch_of_the_best_score_outlives_the_run(tmp_path: Path) -> None:
     assert (float(resumed.best_model_score or 0), resumed.best_epoch) == (pytest.approx(0.7), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_newest_epoch_is_the_best_while_the_score_is_undefined(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

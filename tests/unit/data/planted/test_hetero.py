@@ -112,6 +112,7 @@ def test_best_acc_is_what_an_oracle_scores() -> None:
     assert right == pytest.approx(best, abs=4 * math.sqrt(best * (1 - best) / 20000))
 
 
+@pytest.mark.slow
 def test_a_heterogeneous_network_comes_near_and_not_above() -> None:
     model = HeteroModel(num_papers=2000, num_authors=500, num_terms=100, num_writes=8000, num_cites=8000)
     data, best = generate(model, seed=0)

@@ -96,6 +96,7 @@ def test_one_open_query_by_hand() -> None:
     assert best["best_mrr"] == pytest.approx((1 + 1 / 2) / 2) and best["best_hits@1"] == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_complex_comes_near_and_not_above() -> None:
     """ComplEx with a softmax over all tails, from scratch: within 0.1 of best_mrr on the side of the tails."""
     model = KGModel(num_entities=200, num_relations=4, num_positions=40, num_triples=3600, noise=0.0)
