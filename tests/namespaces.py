@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -85,10 +85,28 @@ class Network:
         program = (_ENTER, self._names[machine], "gtrain")
         return lasting(folder, *arguments, *job, *meet, run=run, program=program)
 
-    def run(self, machine: int, folder: Path, module: str, *arguments: str) -> Program:
-        """Start ``python -m MODULE ARGUMENTS`` on a machine; the module may be one of the tests'."""
+    def run(
+        self,
+        machine: int,
+        folder: Path,
+        module: str,
+        *arguments: str,
+        disk: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Program:
+        """Start ``python -m MODULE ARGUMENTS`` on a machine; the module may be one of the tests'.
+
+        Args:
+            machine: the machine.
+            folder: in which it runs.
+            module: the module.
+            arguments: of the module.
+            disk: the folder that this machine sees as ``folder``; None if all machines see the same one.
+            env: more environment variables.
+        """
         path = os.pathsep.join([str(Path(__file__).parent), str(REPO / "tests" / "assets")])
-        return Program(_ENTER, self._names[machine], module, *arguments, cwd=folder, env={"PYTHONPATH": path})
+        name = self._names[machine] if disk is None else f"{self._names[machine]}:{disk}"
+        return Program(_ENTER, name, module, *arguments, cwd=folder, env={"PYTHONPATH": path, **(env or {})})
 
 
 @contextmanager

@@ -21,6 +21,8 @@ from gtrain.errors import GtrainError
 
 FOLDER = "record"
 EVENTS = "events.jsonl"
+PROFILE = "profile"
+"""The folder of the timelines of ``debug=profile``, in the run's folder."""
 RECORDED = ("train", "test")
 """The verbs whose runs have a record."""
 
@@ -28,6 +30,13 @@ RECORDED = ("train", "test")
 def record_folder(run_dir: Path) -> Path:
     """Return the folder of a run's record."""
     return run_dir / FOLDER
+
+
+def identity(run_dir: Path) -> str:
+    """Return the first event, by which two machines know whether they see the same folder; empty if it has none."""
+    with contextlib.suppress(OSError), open(record_folder(run_dir) / EVENTS) as file:
+        return file.readline()
+    return ""
 
 
 def append(run_dir: Path, event: str, **fields: Any) -> None:

@@ -200,7 +200,7 @@ class Task:
         gathered = strategy.group.all_gather_object((figures, strategy.servers.traffic, data.preparation_memory))
         ranks = [figures for figures, _, _ in gathered]
         process_log.flush()
-        collect_record(strategy, run_dir, [entry["host"] for entry in ranks])
+        collect_record(strategy, run_dir)
         if server_meter:
             ranks += server_meter.ranks(server_figures, [traffic for _, traffic, _ in gathered])
         if strategy.is_global_zero:

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gtrain.config import plain
 from gtrain.kernel_cache import find_cache
 from gtrain.launch import slot as slots
@@ -32,10 +34,11 @@ from gtrain.launch.job_store import job_store
 from gtrain.launch.key_value import KeyValueStore, await_end
 from gtrain.launch.logs import log_path
 from gtrain.launch.slot import JobContext, Slot
+from gtrain.record.collecting import own_events, own_files
 from gtrain.record.process_log import ProcessLog
 from gtrain.record.spans import write_spans
 from gtrain.strategy.counters import Counters, PeakMemory, cpu_seconds
-from gtrain.strategy.servers import FIGURES, START_SECONDS, Servers, server_directory, server_key
+from gtrain.strategy.servers import FIGURES, RECORD, START_SECONDS, Servers, server_directory, server_key
 from gtrain.wire import Caller, Client, Message, Security, Server, tracing
 
 Handler = Callable[[Message, Caller], Message | None]
@@ -89,6 +92,7 @@ class ServerContext:
         memory: peak memory since the imports.
         lasting_file: file descriptor of an anonymous file that the agent keeps open over restarts, initially empty;
             None if the role is not restarted. :class:`LastingState` stores a value in it.
+        spans_file: file of the executed requests; None if they are not recorded.
     """
 
     slot: Slot
@@ -102,6 +106,7 @@ class ServerContext:
     known: bool
     memory: PeakMemory
     lasting_file: int | None = None
+    spans_file: Path | None = None
 
     @property
     def store(self) -> KeyValueStore:
@@ -125,7 +130,7 @@ class ServerContext:
         """Answer requests until :attr:`stop` is set.
 
         Args:
-            handlers: the handler of each method; ``gtrain.figures`` is added.
+            handlers: the handler of each method; ``gtrain.figures`` and ``gtrain.record`` are added.
             work: called between requests; see :meth:`gtrain.wire.Server.run`.
         """
         self.server(handlers).run(self.stop, work)
@@ -136,8 +141,15 @@ class ServerContext:
         def figures(message: Message, caller: Caller) -> Message:
             return Message(self._figures(server))
 
+        def record(message: Message, caller: Caller) -> Message:
+            self.write_spans()
+            first, label = message.fields["first"], self.slot.label
+            files = own_files(self.run_dir, label, first) | own_events(self.run_dir, label, first)
+            contents = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in files.values()]
+            return Message({"names": list(files)}, contents)
+
         server = Server(
-            {**handlers, FIGURES: figures},
+            {**handlers, FIGURES: figures, RECORD: record},
             name=self.slot.label,
             descriptor=self.descriptor,
             security=self.security,
@@ -147,6 +159,11 @@ class ServerContext:
             server_directory(self.store).set(server_key(self.slot.role, self.slot.rank), json.dumps(location))
             self.known = True
         return server
+
+    def write_spans(self) -> None:
+        """Write the requests that were executed so far to :attr:`spans_file`."""
+        if self.spans_file is not None and (recording := tracing.active()) is not None:
+            write_spans(self.spans_file, self.slot.label, {"executed": recording.executed})
 
     def _figures(self, server: Server) -> dict[str, Any]:
         """Return this server's entry in ``ranks`` of ``summary.json``, and its incarnation."""
@@ -221,8 +238,7 @@ def serve_role(target: str, job: JobContext, config: Any, stop: threading.Event)
     settings = context.config or {}  # a server of a program may have none
     timeline = settings.get("callbacks", {}).get("timeline") if settings.get("verb") == "train" else None
     if timeline:
+        context.spans_file = log_path(Path(timeline["folder"]), f"spans {job.slot.label}").with_suffix(".json")
         tracing.start()
     resolve(target)(context)
-    if timeline:
-        name = log_path(Path(timeline["folder"]), f"spans {job.slot.label}").with_suffix(".json").name
-        write_spans(Path(timeline["folder"], name), job.slot.label, {"executed": tracing.stop().executed})
+    context.write_spans()

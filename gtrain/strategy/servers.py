@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -24,6 +26,8 @@ START_SECONDS = 300.0
 """The least time that a server may take to start: it imports as much as a worker, perhaps on a busy machine."""
 FIGURES = "gtrain.figures"
 """The request for a server's counters; every server answers it."""
+RECORD = "gtrain.record"
+"""The request for what a server wrote for reports, unless its machine has the folder of ``first``."""
 Traffic = dict[str, tuple[int, int]]
 """Bytes that one worker sent to a server and received from it, by the server's key in the directory."""
 
@@ -119,19 +123,43 @@ class Servers:
 
     def figures(self) -> list[dict[str, Any]]:
         """Return the counters of every server of the job, role by role, in rank order."""
-        servers = [(role, rank) for role, count in self._roster.counts.items() for rank in range(count)]
-        clients = {server: self.client(*server) for server in servers}
-        replies = {server: client.submit(FIGURES) for server, client in clients.items() if server not in self._lost}
-        # All requests were sent above, so that the servers reply at the same time.
-        for server, reply in replies.items():
-            try:
-                self._figures[server] = _wait_for_reply(clients[server], reply, self.name_of(*server)).fields
-            except PeerLostError:
-                if server not in self._lost:
-                    raise
+        for server, reply in self._ask_all(FIGURES).items():
+            self._figures[server] = reply.fields
+        servers = self._all()
         if unknown := [server_key(*server) for server in servers if server not in self._figures]:
             raise PeerLostError(f"{', '.join(unknown)} was lost before it replied")
         return [self._figures[server] for server in servers]
+
+    def records(self, first: str) -> list[dict[str, bytes]]:
+        """Return the files that each server wrote for reports to a folder that rank 0 does not see.
+
+        Args:
+            first: the identity of rank 0's folder, see :mod:`gtrain.record.collecting`.
+        """
+        replies = self._ask_all(RECORD, {"first": first}).values()
+        return [
+            {name: tensor.numpy().tobytes() for name, tensor in zip(reply.fields["names"], reply.tensors, strict=True)}
+            for reply in replies
+        ]
+
+    def _all(self) -> list[tuple[str, int]]:
+        """Return role and rank of every server of the job."""
+        return [(role, rank) for role, count in self._roster.counts.items() for rank in range(count)]
+
+    def _ask_all(self, method: str, fields: dict[str, Any] | None = None) -> dict[tuple[str, int], Message]:
+        """Send a request to every server that is not lost, and return the replies; repeatable requests only."""
+        clients = {server: self.client(*server) for server in self._all()}
+        replies = {s: client.submit(method, fields) for s, client in clients.items() if s not in self._lost}
+        received = {}
+        # All requests were sent above, so that the servers reply at the same time.
+        for server, reply in replies.items():
+            again = partial(clients[server].submit, method, fields)
+            try:
+                received[server] = _wait_for_reply(again, reply, self.name_of(*server))
+            except PeerLostError:
+                if server not in self._lost:
+                    raise
+        return received
 
     def close(self) -> None:
         """Close the connections."""
@@ -161,7 +189,7 @@ class Servers:
         }
 
 
-def _wait_for_reply(client: Client, reply: Future[Message], name: str) -> Message:
+def _wait_for_reply(again: Callable[[], Future[Message]], reply: Future[Message], name: str) -> Message:
     """Wait for the reply to a request, which is repeated if the server was restarted."""
     from gtrain.wire import PeerRestartedError
 
@@ -172,7 +200,7 @@ def _wait_for_reply(client: Client, reply: Future[Message], name: str) -> Messag
         except TimeoutError:
             report()
         except PeerRestartedError:
-            reply = client.submit(FIGURES)
+            reply = again()
 
 
 class ServerMeter:
