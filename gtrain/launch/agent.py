@@ -28,6 +28,7 @@ from gtrain.launch.job import Job, process_specs
 from gtrain.launch.logs import log_path
 from gtrain.launch.slot import WORKER
 from gtrain.launch.sockets import listen_here
+from gtrain.memory.limits import usable_memory
 from gtrain.record import events
 
 GRACE_AFTER_LOSS_SECONDS = 10.0  # how long workers of a lost machine may run on after all others have ended
@@ -330,6 +331,9 @@ def error_for(child: Child, of: int, log_dir: Path) -> GtrainError:
         return RankFailedError(f"{describe_end(child, of)}", hint=hint, external=external)
     killed = child.status == -signal.SIGKILL and child.silent_seconds is None
     advice = "the kernel kills with SIGKILL when memory runs out; " if killed else ""
+    if child.out_of_memory:
+        advice = f"all processes of this machine together may use {usable_memory() / 2**30:.1f} GiB; gtrain plan shows "
+        advice += "which strategy needs how much; "
     hint = f"{advice}the {_kind(child)}'s log is {log}"
     return RankFailedError(f"{describe_end(child, of)}.", hint=hint, external=external)
 
@@ -343,7 +347,8 @@ def describe_end(child: Child, of: int) -> str:
     if child.silent_seconds is not None:
         return f"{where} sent no heartbeat for {child.silent_seconds:g} s and was killed"
     if status < 0:
-        return f"{where} was killed by {signal.Signals(-status).name}"
+        reason = ", because memory ran out" if child.out_of_memory else ""
+        return f"{where} was killed by {signal.Signals(-status).name}{reason}"
     task = "its task was done" if child.slot.role == WORKER else "the job was over"
     return f"{where} ended with exit code {status} before {task}"
 

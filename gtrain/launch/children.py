@@ -24,6 +24,7 @@ from gtrain.launch.shipping import write_result
 from gtrain.launch.slot import JobContext, Slot
 from gtrain.launch.sockets import Listener
 from gtrain.launch.templates import keep_templates_in_memory
+from gtrain.memory.limits import oom_kills
 
 REPEAT_SECONDS = 9.0  # below the 10 s after which a wait is reported, so that a later wait is reported again
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
@@ -89,6 +90,8 @@ class Child:
     silent_seconds: float | None = None  # how long it was silent when the agent killed it
     started_at: float = field(default_factory=time.monotonic)
     next_stacks_seconds: float = _STACKS_SECONDS  # the next wait after which it is asked for its stacks
+    oom_kills: int = field(default_factory=oom_kills)  # of the machine, before it started
+    out_of_memory: bool = False  # the kernel killed it, or another one meanwhile, because memory ran out
     complaints: list[tuple[str, float, bool]] = field(default_factory=list)  # process, seconds, whether it is silent
     closed: bool = field(default=False, repr=False)
 
@@ -149,6 +152,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.out_of_memory = self.status == -signal.SIGKILL and oom_kills() > self.oom_kills
         return True
 
     def signal(self, number: signal.Signals) -> None:

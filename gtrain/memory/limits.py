@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,23 @@ def usable_memory(root: Path = ROOT) -> int:
     """Return the memory that the processes of a job may use on this machine, in bytes."""
     limit = group_limit(root)
     return memory_total(root) if limit is None else limit
+
+
+def oom_kills(root: Path = ROOT) -> int:
+    """Return how many processes the kernel has killed because memory ran out.
+
+    Those of this process's control group are counted, or of the machine if the group has no counter.
+
+    Args:
+        root: the folder that has ``proc`` and ``sys``.
+    """
+    counters = [folder / name for folder, _ in _groups(root) for name in ("memory.events", "memory.oom_control")]
+    for path in (*counters, root / "proc/vmstat"):
+        with contextlib.suppress(OSError):
+            for line in path.read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
 
 
 def _limit_files(root: Path) -> Iterator[str]:

@@ -211,18 +211,26 @@ def find_failure(run: RunRecord) -> Failure | None:
     """Return why a run ended early; None for one that is complete or goes on."""
     if run.status in ("complete", "running"):
         return None
-    process = run.cause.get("process", "")
-    if not process:
-        failed = [(each.of("failure")[-1], each.label) for each in run.processes if each.of("failure")]
-        # A rank that lost a peer only echoes the peer's failure.
-        failed.sort(key=lambda pair: (pair[0]["echo"], pair[0]["time"]))
-        process = failed[0][1] if failed else ""
+    process = run.cause.get("process") or _first_to_fail(run)
     what = run.end.get("message", "")
     if run.status == "killed":
         silent = time.strftime("%H:%M:%S", time.localtime(run.last_time))
         what = f"The command wrote nothing after {silent} and did not report its end: it or its machine was killed."
     log = run.log_tail(process or "rank 0") if run.status != "refused" else []
     return Failure(what or "unknown", run.end.get("hint") or "", process, log)
+
+
+def _first_to_fail(run: RunRecord) -> str:
+    """Return the process that failed first by the records of the processes; empty if they do not tell."""
+    if run.status == "interrupted":  # all ranks end by an exception
+        return ""
+    failures = {each.label: each.of("failure")[-1] for each in run.processes if each.of("failure")}
+    # A rank that lost a peer only echoes the peer's failure.
+    causes = [label for label, failure in failures.items() if not failure["echo"]]
+    if causes:
+        return min(causes, key=lambda label: float(failures[label]["time"]))
+    silent = [each.label for each in run.ranks if each.label not in failures]
+    return silent[0] if failures and len(silent) == 1 else ""  # it was killed
 
 
 def _event_rows(run: RunRecord) -> list[Row]:

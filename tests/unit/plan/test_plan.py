@@ -12,7 +12,7 @@ from small_graphs import messy_graph, random_parts, stored
 from gtrain.cli.auto import Candidate, race_folders
 from gtrain.errors import ConfigError
 from gtrain.graph.shard.graph import load_shard
-from gtrain.memory.limits import group_limit, usable_memory
+from gtrain.memory.limits import group_limit, oom_kills, usable_memory
 from gtrain.plan import machine
 from gtrain.plan.counts import assume_parts, count_parts, cut_of_ranges
 from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, NETWORK, SENT, Estimate
@@ -86,6 +86,25 @@ def test_the_limit_is_the_smallest_of_the_control_groups(
     root = group(tmp_path, lines, files)
     assert group_limit(root) == limit
     assert usable_memory(root) == (limit or 8 << 30)
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "kills"),
+    [
+        ("0::/a\n", {"sys/fs/cgroup/a/memory.events": "oom 5\noom_kill 3\n", "proc/vmstat": "oom_kill 9\n"}, 3),
+        (
+            "3:memory:/x\n0::/\n",
+            {"sys/fs/cgroup/memory/x/memory.oom_control": "under_oom 0\noom_kill 2\n", "proc/vmstat": "oom_kill 9\n"},
+            2,
+        ),
+        ("0::/\n", {"proc/vmstat": "nr_free_pages 4\noom_kill 9\n"}, 9),
+        ("0::/\n", {}, 0),
+    ],
+)
+def test_kills_for_lack_of_memory_are_those_of_the_control_group(
+    lines: str, files: dict[str, str], kills: int, tmp_path: Path
+) -> None:
+    assert oom_kills(group(tmp_path, lines, files)) == kills
 
 
 def test_a_machine_is_read_from_a_file(tmp_path: Path) -> None:
