@@ -44,3 +44,14 @@ def test_auto_is_refused_for_other_verbs(tmp_path: Path) -> None:
     result = forked.gtrain("test", "strategy=auto", cwd=tmp_path)
     assert result.returncode == 1
     assert "strategy=auto was set with gtrain test" in result.stderr and "HINT: run gtrain plan" in result.stderr
+
+
+def test_ranks_that_a_launcher_started_do_not_choose(tmp_path: Path) -> None:
+    """Each would make a plan, and race, for itself; they refuse before data are read."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    result = forked.gtrain(
+        "strategy=auto", "trainer.devices=2", cwd=tmp_path, env={"TORCHELASTIC_RUN_ID": "1", **ranks}
+    )
+    assert result.returncode == 1
+    assert "strategy=auto was set with cluster=torchrun; it chooses for" in result.stderr
+    assert not (tmp_path / "data").exists()
