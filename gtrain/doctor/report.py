@@ -17,7 +17,10 @@ from gtrain.messages import did_you_mean
 from gtrain.units import size
 
 FORMATS = ("text", "json")
-KEYS = ("format", "strategy", "trainer.num_nodes", "trainer.devices", "calibrate")
+KEYS = (
+    *("format", "strategy", "trainer.num_nodes", "trainer.devices", "calibrate"),
+    *("cluster.key_file", "cluster.rendezvous"),
+)
 GIB = 2**30
 
 
@@ -50,9 +53,12 @@ def main(arguments: Sequence[str]) -> int:
     """
     settings = read(arguments)
     launcher = machine.launcher()
-    if launcher["rank"] != 0:
-        return 0  # rank 0 prints
+    if launcher["rank"] != 0:  # rank 0 prints
+        _network(launcher, settings)
+        return 0
     facts = {**collect(), "calibration": calibration.facts(measure=settings["calibrate"])}
+    works = facts["imports"].get("torch") is None
+    facts["network"] = _network(launcher, settings) if works else None
     ranks = launcher["ranks_here"] or settings["trainer.num_nodes"] * settings["trainer.devices"]
     findings = judge(facts, ranks, settings["strategy"])
     if settings["format"] == "json":
@@ -60,6 +66,16 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print("\n".join(lines(facts, findings)))
     return int(any(finding.essential for finding in findings))
+
+
+def _network(launcher: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the facts of the network between the ranks that a launcher started; None without others."""
+    if (launcher["world_size"] or 1) == 1:
+        return None
+    # Imports torch, which may be what is broken.
+    from gtrain.doctor import network
+
+    return network.facts(settings["cluster.key_file"], settings["cluster.rendezvous"])
 
 
 def read(arguments: Sequence[str]) -> dict[str, Any]:
@@ -70,6 +86,8 @@ def read(arguments: Sequence[str]) -> dict[str, Any]:
         "trainer.num_nodes": 1,
         "trainer.devices": 1,
         "calibrate": False,
+        "cluster.key_file": None,
+        "cluster.rendezvous": None,
     }
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -125,6 +143,7 @@ def lines(facts: dict[str, Any], findings: Sequence[Finding]) -> Iterator[str]:
     """Yield the lines of the text format."""
     yield from _machine_lines(facts)
     yield from _device_lines(facts)
+    yield from _network_lines(facts.get("network"))
     yield from _calibration_lines(facts.get("calibration"))
     yield from _package_lines(facts["packages"])
     yield "strategies"
@@ -189,6 +208,19 @@ def _device_lines(facts: dict[str, Any]) -> Iterator[str]:
         if state["error"] is None:
             on_cpus = "not used: trains on CPUs" if state["gpu"] is None else "used"
             yield f"  {name:<16} {state['gpu'] or on_cpus}"
+
+
+def _network_lines(facts: dict[str, Any] | None) -> Iterator[str]:
+    """Yield the rates between rank 0 and the others; nothing without a launcher."""
+    if facts is None:
+        return
+    yield "network from rank 0" + (", encrypted between machines" if facts["encrypted"] else "")
+    if facts["error"] is not None:
+        yield f"  not measured: {facts['error']}"
+    for row in facts["connections"]:
+        rates = f"{row['to'] / 1e9:.3g} GB/s there, {row['from'] / 1e9:.3g} back"
+        where = f"rank {row['rank']}"
+        yield f"  {where:<16} {rates}, {row['latency'] * 1e6:.3g} us a message ({row['host']})"
 
 
 def _calibration_lines(facts: dict[str, Any] | None) -> Iterator[str]:

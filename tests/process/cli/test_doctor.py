@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 from helpers import gtrain, ok
+from namespaces import network
+
+from gtrain.wire import Security
 
 BACKEND = """
 from gtrain.backends import Backend
@@ -67,3 +70,23 @@ def test_an_argument_of_another_verb(tmp_path: Path) -> None:
     result = gtrain("doctor", "data=planted", cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr.startswith("gtrain: gtrain doctor was given data=planted; it reads format")
+
+
+@pytest.mark.slow
+def test_the_rates_between_machines(tmp_path: Path) -> None:
+    """Over links of 100 Mbit/s, which are 12.5 MB/s, with headers, encrypted, and in bursts of 256 KB."""
+    Security.create().save(tmp_path / "job.key")
+    with network(2, "100mbit") as machines:
+        common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
+        meeting = {"MASTER_ADDR": machines.address(0), "MASTER_PORT": "29500"}
+        ranks = [{"RANK": str(rank), "GROUP_RANK": str(rank), **common, **meeting} for rank in range(2)]
+        command = ("gtrain", "doctor", "format=json", "cluster.key_file=job.key")
+        started = [machines.run(number, tmp_path, *command, env=env) for number, env in enumerate(ranks)]
+        first, second = (ok(each.end()) for each in started)
+    assert second.stdout == ""
+    measured = json.loads(first.stdout)["network"]
+    assert measured["error"] is None and measured["encrypted"]
+    (connection,) = measured["connections"]
+    assert connection["rank"] == 1 and 1e-6 < connection["latency"] < 0.1
+    for direction in ("to", "from"):
+        assert 6e6 < connection[direction] < 13.5e6
