@@ -28,6 +28,7 @@ VERBS = {
     "predict": "write the predictions of a checkpoint for every node (ckpt_path=best unless set) to output=",
     "export": "write the embedding of every node by name (format=npy, parquet, tsv or pbg_hdf5) to output=",
     "partition": "make the partitioned store and print edge cut, halo sizes and balance",
+    "schema": "print what becomes of each column of data=tables (format=json for programs)",
     "plan": "print what every strategy would cost with these settings, and recommend one; trains nothing",
     "serve": "start one server of role= by hand, at cluster.rendezvous=",
     "key": "make the file cluster.key_file=, with which a job's processes authenticate each other on a network",
@@ -38,6 +39,10 @@ VERBS = {
     "doctor": "print the capabilities and problems of this machine and installation (format=json for programs)",
 }
 
+PREPARING = ("partition", "schema")
+"""The verbs of which one process of one machine does all."""
+APPLYING = ("test", "predict", "export")
+"""The verbs that apply a checkpoint."""
 VERBS_WITH_WORDS = ("explain", "report", "trace", "watch")
 """Verbs that are followed by words: topics, or folders of runs."""
 

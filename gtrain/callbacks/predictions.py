@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,7 +26,7 @@ from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
 from gtrain.graph.store.entities import entity_types
 from gtrain.graph.store.manifest import safe_name
-from gtrain.graph.store.names import Names
+from gtrain.graph.store.names import JOINT, Names
 from gtrain.protocols import Embeds, EmbedsTypes, network_of
 from gtrain.strategy.base import GraphStrategy
 
@@ -35,8 +36,56 @@ ROWS = 1 << 16
 """Rows written at a time."""
 _VALUES = "values.npy"
 Rows = NDArray[np.float32]
-Writer = Callable[[Path, Rows, Names | None, str], None]
-"""Writes a file of one node type: its path, the rows, the nodes' names, the node type; see :func:`write_parquet`."""
+
+
+@dataclass(frozen=True)
+class NodeIds:
+    """How nodes of one type are named in a file.
+
+    Attributes:
+        names: their names by id; None: ids are numbers.
+        columns: the columns of their key in the source data.
+        types: type of each column, ``int64`` or ``string``.
+    """
+
+    names: Names | None
+    columns: tuple[str, ...] = ("id",)
+    types: tuple[str, ...] = ("string",)
+
+    @classmethod
+    def of(cls, store: Store, node_type: str) -> NodeIds:
+        """Return how a store names the nodes of a type."""
+        names, key = store.names(node_type), store.facts.get("keys", {}).get(node_type)
+        if names is None or key is None:
+            return cls(names)
+        # "values", "prediction" and "label" are columns of the file.
+        taken = {"values", "prediction", "label"} & set(key["columns"])
+        return cls(names, tuple(f"{n}_key" if n in taken else n for n in key["columns"]), tuple(key["types"]))
+
+    @property
+    def fields(self) -> list[tuple[str, Any]]:
+        """The columns of the ids with their types."""
+        if self.names is None:
+            return [("id", pa.int64())]
+        return [(name, getattr(pa, dtype)()) for name, dtype in zip(self.columns, self.types, strict=True)]
+
+    def arrays(self, ids: NDArray[np.int64]) -> list[Any]:
+        """Return the columns of some ids."""
+        if self.names is None:
+            return [pa.array(ids)]
+        names = self.names.decode(torch.from_numpy(ids))
+        parts = [names] if len(self.columns) == 1 else zip(*(name.split(JOINT) for name in names), strict=True)
+        return [pa.array(part).cast(dtype) for part, (_, dtype) in zip(parts, self.fields, strict=True)]
+
+    def texts(self, ids: NDArray[np.int64]) -> list[str]:
+        """Return some ids as text, several columns separated by tabs."""
+        if self.names is None:
+            return [str(number) for number in ids.tolist()]
+        return [name.replace(JOINT, "\t") for name in self.names.decode(torch.from_numpy(ids))]
+
+
+Writer = Callable[[Path, Rows, NodeIds, str], None]
+"""Writes a file of one node type: its path, the rows, the nodes' ids, the node type; see :func:`write_parquet`."""
 
 
 class PredictionWriter(pl.Callback):
@@ -51,8 +100,9 @@ class PredictionWriter(pl.Callback):
     Args:
         path: the file to write; see :func:`check_output`.
         fmt: ``npy``: float [N, D], row i of node i of the source data (NaN for nodes that the data source left out);
-            ``parquet``: columns ``id`` (the name, if the data has names), ``values`` (a list of D numbers) and, for
-            scores of classes, ``prediction`` (the best class); ``tsv``: see :func:`write_tsv`; ``pbg_hdf5``: see
+            ``parquet``: columns ``id`` (the name, if the data has names; the columns of the key of ``data=tables``),
+            ``values`` (a list of D numbers) and, for scores of classes, ``prediction`` (the best class; its label, if
+            the data has labels with other values); ``tsv``: see :func:`write_tsv`; ``pbg_hdf5``: see
             :func:`write_hdf5`.
         store: the graph.
         strategy: its group has the ranks that write.
@@ -195,9 +245,10 @@ class PredictionWriter(pl.Callback):
             shutil.rmtree(self._scratch)
             return
         elif classes and self._format == "parquet":
-            write_parquet(done, values, self._store.names(node_type), node_type, classes=True)
+            labels = self._store.facts.get("label_values")
+            write_parquet(done, values, NodeIds.of(self._store, node_type), node_type, classes=True, labels=labels)
         else:
-            WRITERS[self._format](done, values, self._store.names(node_type), node_type)
+            WRITERS[self._format](done, values, NodeIds.of(self._store, node_type), node_type)
         os.replace(done, self.path)
         shutil.rmtree(self._scratch)
 
@@ -210,7 +261,7 @@ class PredictionWriter(pl.Callback):
             if self._format == "npy":
                 np.save(path, rows)
             else:
-                WRITERS[self._format](path, rows, self._store.names(entity.name), entity.name)
+                WRITERS[self._format](path, rows, NodeIds.of(self._store, entity.name), entity.name)
 
 
 def _copy_rows(ids: NDArray[np.int64], rows: Rows, file: Path) -> None:
@@ -291,46 +342,48 @@ def _orig_ids(batch: Data | HeteroData) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- file formats
 
 
-def blocks(values: Rows, names: Names | None) -> Iterator[tuple[list[Any], Rows]]:
-    """Yield blocks of ids (names if the nodes have names, otherwise numbers) and rows."""
+def blocks(values: Rows) -> Iterator[tuple[NDArray[np.int64], Rows]]:
+    """Yield blocks of ids and rows."""
     for first in range(0, len(values), ROWS):
         block = np.ascontiguousarray(values[first : first + ROWS])
-        ids = np.arange(first, first + len(block))
-        yield ids.tolist() if names is None else names.decode(torch.from_numpy(ids)), block
+        yield np.arange(first, first + len(block)), block
 
 
-def write_parquet(path: Path, values: Rows, names: Names | None, node_type: str, *, classes: bool = False) -> None:
-    """Write the columns ``id``, ``values`` (a list of D numbers) and ``prediction`` for scores of classes.
+def write_parquet(
+    path: Path, values: Rows, nodes: NodeIds, node_type: str, *, classes: bool = False, labels: list[Any] | None = None
+) -> None:
+    """Write the columns of the ids, ``values`` (a list of D numbers) and, for scores of classes, ``prediction``.
 
     Args:
         path: the file.
         values: ``[N, D]``, by the source data's ids.
-        names: of the nodes; None if ids are numbers.
+        nodes: their ids.
         node_type: of the nodes.
         classes: whether the numbers are scores of classes.
+        labels: the label that each class stands for, in the column ``label``; None: no such column.
     """
-    fields = [("id", pa.int64() if names is None else pa.string()), ("values", pa.list_(pa.float32(), values.shape[1]))]
-    schema = pa.schema([*fields, ("prediction", pa.int64())] if classes else fields)
+    fields = [*nodes.fields, ("values", pa.list_(pa.float32(), values.shape[1]))]
+    fields += [("prediction", pa.int64())] if classes else []
+    names = None if labels is None or not classes else pa.array(labels)
+    schema = pa.schema(fields if names is None else [*fields, ("label", names.type)])
     with pq.ParquetWriter(path, schema) as writer:
-        for ids, block in blocks(values, names):
-            columns = {
-                "id": ids,
-                "values": pa.FixedSizeListArray.from_arrays(block.reshape(-1), values.shape[1]),
-                "prediction": block.argmax(axis=1),
-            }
-            writer.write_table(pa.table({field.name: columns[field.name] for field in schema}, schema))
+        for ids, block in blocks(values):
+            columns = [*nodes.arrays(ids), pa.FixedSizeListArray.from_arrays(block.reshape(-1), values.shape[1])]
+            columns += [pa.array(block.argmax(axis=1))] if classes else []
+            columns += [] if names is None else [names.take(columns[-1])]
+            writer.write_table(pa.table(columns, schema=schema))
 
 
-def write_tsv(path: Path, values: Rows, names: Names | None, node_type: str) -> None:
+def write_tsv(path: Path, values: Rows, nodes: NodeIds, node_type: str) -> None:
     """Write a line per node: its name or id, then its numbers, separated by tabs. As :func:`write_parquet`."""
     with open(path, "w", encoding="utf-8") as handle:
-        for ids, block in blocks(values, names):
-            for name, row in zip(ids, block, strict=True):
+        for ids, block in blocks(values):
+            for name, row in zip(nodes.texts(ids), block, strict=True):
                 numbers = "\t".join(f"{value:.9g}" for value in row.tolist())
                 handle.write(f"{name}\t{numbers}\n")
 
 
-def write_hdf5(path: Path, values: Rows, names: Names | None, node_type: str) -> None:
+def write_hdf5(path: Path, values: Rows, nodes: NodeIds, node_type: str) -> None:
     """Write a folder in the format of PyTorch-BigGraph's checkpoints and entity paths.
 
     The files are ``embeddings_<type>_0.v1.h5``, ``entity_names_<type>_0.json`` and ``entity_count_<type>_0.txt``.
@@ -350,7 +403,7 @@ def write_hdf5(path: Path, values: Rows, names: Names | None, node_type: str) ->
         for first in range(0, len(values), ROWS):
             target[first : first + ROWS] = values[first : first + ROWS]
     (path / f"entity_count_{node_type}_0.txt").write_text(f"{len(values)}\n")
-    all_names = [str(name) for ids, _ in blocks(values[:, :1], names) for name in ids]
+    all_names = [name for ids, _ in blocks(values[:, :1]) for name in nodes.texts(ids)]
     (path / f"entity_names_{node_type}_0.json").write_text(json.dumps(all_names))
 
 

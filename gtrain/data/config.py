@@ -720,6 +720,49 @@ class ParquetConfig(RowConfig):
 
 
 @dataclass
+class TablesConfig(DataConfig):
+    """Nodes and edges from tables: Parquet, CSV, TSV and Arrow files, or queries of DuckDB or Polars."""
+
+    _target_: str = "gtrain.data.sources.tables.TablesData"
+    unlabelled: int | None = changed(
+        DataConfig,
+        "unlabelled",
+        None,
+        words=(None,),
+        hint="an empty field is a missing label in tables; name other texts with missing: [...]",
+    )
+    split: str = changed(
+        DataConfig,
+        "split",
+        "auto",
+        words={
+            "auto": "`public` if a table names a column of splits, `random` otherwise",
+            **DataConfig.__dataclass_fields__["split"].metadata["words"],
+        },
+    )
+    nodes: Any = setting(
+        None,
+        "the node table: a file, or its entry, or entries by node type, see [tables](tables.md); null: nodes are those "
+        "that edges name",
+        type="str, list or dict, or null",
+    )
+    edges: Any = setting(
+        None,
+        "the edge table: a file, or its entry, or entries by relation; null: the graph has no edges",
+        type="str, list or dict, or null",
+    )
+    max_values: int = setting(
+        10000, "values of a category, or items of lists, with a column of their own: the most frequent ones", least=1
+    )
+    time_scale: float = setting(
+        1.0,
+        "factor by which times (dates: seconds since 1970) are multiplied before they are rounded to integers",
+        above=0,
+        hint="set 1, or 1000 for thousandths.",
+    )
+
+
+@dataclass
 class OGBConfig(DataConfig):
     """Data sets of the Open Graph Benchmark (Hu et al. 2020), from its raw files."""
 
@@ -759,6 +802,7 @@ SCHEMAS: dict[str, type[DataConfig]] = {
     "dgl_partition": DGLPartitionConfig,
     "musae": MusaeConfig,
     "parquet": ParquetConfig,
+    "tables": TablesConfig,
     "ogb": OGBConfig,
 }
 """The dataclass of each option of the group ``data``."""

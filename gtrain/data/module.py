@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import difflib
 import hashlib
+import importlib
 import json
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args
@@ -70,6 +72,16 @@ else:
     S = TypeVar("S")
 
 
+@dataclass(frozen=True)
+class ColumnFact:
+    """What becomes of a column: its table, name and role (``key``, ``label``, ``number``...), and details in words."""
+
+    table: str
+    name: str
+    role: str
+    detail: str
+
+
 class GraphDataModule(pl.LightningDataModule, Generic[S]):
     """A graph with a task on its nodes or its edges, saved as a partitioned store.
 
@@ -111,6 +123,8 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
     zero_demand: str | Callable[[GraphDataModule], str | None] | None = None
     """The reason why edge weights must not all be 0, from :func:`~gtrain.model.inputs.zero_demand`; such a graph is
     refused before it is partitioned."""
+    trained: Mapping[str, Any] | None = None
+    """The facts of the data that a model was trained on, if it is applied to other data; see :meth:`follow`."""
     run_in_child: Callable[[Callable[[], Store]], dict[str, int]] | None = None
     """Calls a function in a child process and returns the child's peak memory in bytes: ranks prepare the store there.
     None: this process prepares the store."""
@@ -169,6 +183,54 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return getattr(self.settings, name)
 
+    @staticmethod
+    def from_frames(nodes: Any = None, edges: Any = None, **settings: Any) -> GraphDataModule[Any]:
+        """Return a data module of data frames: pandas, Polars or pyarrow.
+
+        Args:
+            nodes: a frame, or the entry of a table with a frame in place of a path, such as ``{"frame": frame, "label":
+                "venue"}``, or frames or entries by node type.
+            edges: likewise, by relation.
+            settings: those of :class:`~gtrain.data.config.TablesConfig`.
+
+        Raises:
+            ConfigError: an entry has an unknown key, or a setting is not allowed.
+        """
+        return _source("tables").of_frames(nodes, edges, settings)
+
+    @staticmethod
+    def from_pyg(data: Any, **settings: Any) -> GraphDataModule[Any]:
+        """Return a data module of a ``Data`` or ``HeteroData`` of PyG, with tensors as :meth:`read` returns them.
+
+        Args:
+            data: the graph; it is not changed.
+            settings: those of :class:`~gtrain.data.config.DataConfig`. Without masks ``split`` is ``random``.
+        """
+        return _source("memory").of(data, settings)
+
+    @staticmethod
+    def from_networkx(graph: Any, label: str | None = None, **settings: Any) -> GraphDataModule[Any]:
+        """Return a data module of a graph of networkx, whose attributes are columns of :meth:`from_frames`.
+
+        Args:
+            graph: directed or not; nodes may be any strings or integers. ``weight`` of edges is their weight.
+            label: the attribute of nodes that is their label.
+            settings: those of :class:`~gtrain.data.config.TablesConfig`.
+        """
+        return _source("tables").of_networkx(graph, label, settings)
+
+    @staticmethod
+    def from_scipy(adjacency: Any, x: Any = None, y: Any = None, **settings: Any) -> GraphDataModule[Any]:
+        """Return a data module of a sparse matrix of scipy.
+
+        Args:
+            adjacency: ``[N, N]``; the entry (i, j) is the weight of the edge from i to j.
+            x: features ``[N, F]``, an array or a sparse matrix.
+            y: labels ``[N]``, or ``[N, C]`` of 0 and 1.
+            settings: those of :class:`~gtrain.data.config.DataConfig`; ``split`` is ``random`` unless set.
+        """
+        return _source("memory").of_scipy(adjacency, x, y, settings)
+
     @abstractmethod
     def identity(self) -> dict[str, Any]:
         """Return the options and the stamps of the input files that identify the graph; JSON-serialisable."""
@@ -211,6 +273,17 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
     def assignment(self) -> Tensor | dict[str, Tensor] | None:
         """Return the part of each node (by node type) if the data is already partitioned; called after :meth:`read`."""
         return None
+
+    def columns(self) -> list[ColumnFact]:
+        """Return what becomes of each column of the raw data, for ``gtrain schema``.
+
+        Raises:
+            ConfigError: the source does not read tables with named columns.
+        """
+        raise ConfigError(
+            f"gtrain schema was given with data={self.name}, which has no columns by name.",
+            hint="it is for data=tables.",
+        )
 
     @property
     def origin(self) -> str:
@@ -274,6 +347,24 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
             # Not with a fetch of its source: that may still have to download the files.
             self.identity()  # stamps each file
         self.check_files()
+
+    def follow(self, training: Mapping[str, Any] | None) -> None:
+        """Prepare other data than a model was trained on as the model expects them.
+
+        Classes, and the columns of features with their transformation, are those of the training data. Nodes need no
+        labels, and those that have one are the test split. If the data are those of the training, nothing changes.
+
+        Args:
+            training: of a checkpoint, see :func:`training_of`; None: unknown, and nothing changes.
+        """
+        if training is None or self.settings.remote_store is not None:
+            return
+        try:
+            identity = json.loads(json.dumps(self.identity(), default=str))
+        except (OSError, GtrainError):  # files are missing: an error that check_inputs reports, or another machine's
+            return
+        if self.name != training["name"] or not same_source(identity, training["graph"]):
+            self.trained = training["facts"]
 
     def check_files(self) -> None:
         """Refuse missing or malformed files before the graph is read; sources override this.
@@ -471,6 +562,7 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         return {
             **({"buckets": True} if self.edge_buckets else {}),
             **({} if layout == "auto" else {"feature_layout": layout}),
+            **({} if self.trained is None else {"trained": self.trained}),
             "name": self.name,
             "normalize_features": self.normalize_features,
             "unlabelled": self.unlabelled,
@@ -513,9 +605,12 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         graph = self.read()
         if not self.sparse_rows:
             lay_out(graph, self.settings.feature_layout)
-        options = (self._no_label, self.num_classes, self.normalize_features, self.origin)
+        trained = self.trained or {}
+        num_classes = trained.get("num_classes") if self.num_classes is None else self.num_classes
+        options = (self._no_label, num_classes, self.normalize_features, self.origin, self.trained is not None)
         facts = prepare_graph(graph, Preparation(self.task, self.target, self.split, *options))
         facts |= weight_facts(graph, self.origin) | self.extra_facts()
+        facts |= {name: value for name, value in trained.items() if facts.get(name) is None}
         if "negative_weight" in facts:
             self.check_negative(facts["negative_weight"])
         if facts.get("edge_weights") == [0, 0]:
@@ -561,6 +656,23 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         )
         log.info("wrote the store %s, %d bytes", path, sum(store.manifest.nbytes))
         return store
+
+
+def _source(name: str) -> Any:
+    """Return a data module that a Python program makes; it imports this one."""
+    module = importlib.import_module(f"gtrain.data.sources.{name}")
+    return getattr(module, f"{name.title()}Data")
+
+
+TRAINING_FACTS = ("num_classes", "multilabel", "label_values", "target", "schema")
+"""The facts of training data that a model's predictions on other data depend on."""
+
+
+def training_of(store: Store) -> dict[str, Any]:
+    """Return what a checkpoint records of the data of its training, as JSON; see :meth:`GraphDataModule.follow`."""
+    source, facts = store.manifest.source, store.facts
+    known = {name: facts[name] for name in TRAINING_FACTS if name in facts}
+    return {"name": source.get("name"), "graph": source.get("graph"), "facts": known}
 
 
 def known_name(family: str, name: str, options: Iterable[str]) -> str:

@@ -70,7 +70,7 @@ class JobRequest:
 
     def plans(self) -> tuple[RolePlan, ...]:
         """Return the job's roles: its servers, and how often a worker is restarted."""
-        return () if self.cfg.verb == "partition" else backends.get(self.cfg.strategy.name).plan(self.cfg)
+        return () if self.cfg.verb in config.PREPARING else backends.get(self.cfg.strategy.name).plan(self.cfg)
 
     def key_file(self) -> str | None:
         """Return the absolute path of ``cluster.key_file``, or the constant that replaces it with ``cluster.isolated``.

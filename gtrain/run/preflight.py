@@ -20,6 +20,7 @@ from torchmetrics import MetricCollection
 from gtrain import backends, targets
 from gtrain.callbacks.checkpoint import unknown_monitor
 from gtrain.callbacks.predictions import check_output
+from gtrain.config import APPLYING, PREPARING
 from gtrain.errors import ConfigError
 from gtrain.launch import launchers
 from gtrain.object_store import is_address, refuse_address
@@ -59,10 +60,12 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
         check_folder(job.output.parent, f"output={job.output}")
     data = data_module(config, ranks)
     is_first = _machine(config) == 0
+    if is_first and verb in APPLYING and (path := job.checkpoint()) is not None:
+        data.follow(checkpoints.training_data(path))
     if is_first:  # the others may lack the raw files: they fetch what machine 0 prepares
         data.check_inputs()
     check_folder(data.store, f"data.store={data.store}")
-    if verb == "partition":
+    if verb in PREPARING:
         return
     strategy, checkpoint = job.make_strategy(), _find_checkpoint(job) if is_first else None
     targets.check_objects(config, build.find_target)

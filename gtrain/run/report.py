@@ -6,7 +6,7 @@ import json
 import math
 import platform
 import socket
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from gtrain import __version__
 from gtrain.callbacks.recorder import RunRecorder
-from gtrain.data.module import GraphDataModule
+from gtrain.data.module import ColumnFact, GraphDataModule
 from gtrain.files import replace_text
 from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import HELD_OUT
@@ -218,6 +218,23 @@ def print_partition(store: Store) -> None:
         if held_out := sum(store.held_out_size(split, edge_type) for edge_type in store.edge_types):
             console.print(f"{split} edges, held out: {held_out:,}")
     console.print(f"store: {store.path}", highlight=False, soft_wrap=True)
+
+
+def print_schema(columns: list[ColumnFact], *, as_json: bool) -> None:
+    """Print the result of ``gtrain schema``: the columns of each table and what becomes of them."""
+    if as_json:
+        print(json.dumps([asdict(column) for column in columns], indent=1))
+        return
+    table = Table(title_justify="left")
+    for name in ("table", "column", "read as", ""):
+        table.add_column(name, overflow="fold")
+    before = None
+    for column in columns:
+        if before not in (None, column.table):
+            table.add_section()
+        table.add_row(*(Text(v) for v in (column.table, column.name, column.role, column.detail)))
+        before = column.table
+    Console().print(table)
 
 
 def _type_tables(store: Store) -> tuple[Table, Table]:

@@ -23,7 +23,7 @@ from gtrain.callbacks.predictions import PredictionWriter, check_output
 from gtrain.callbacks.progress import ProgressLine
 from gtrain.callbacks.recorder import RunRecorder
 from gtrain.callbacks.test_record import TestRecorder
-from gtrain.config import plain
+from gtrain.config import APPLYING, PREPARING, plain
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
 from gtrain.graph.store.replica import RemoteFolder
@@ -39,6 +39,7 @@ from gtrain.record.collecting import collect_record
 from gtrain.record.process_log import ProcessLog
 from gtrain.run import build, report, runs
 from gtrain.run.sketch import sketch_model
+from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.counters import PeakMemory
 from gtrain.strategy.folder_sharing import agreed_path
@@ -65,11 +66,14 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> float | None:
     if config["trainer"]["accelerator"] == "cpu":
         # Lightning asks for the states of CUDA's generators, which would take memory of the GPU in each rank.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if config["verb"] != "partition":
+    if config["verb"] not in PREPARING:
         targets.check_objects(config, build.find_target)
         return Task(config, choices).run()
     targets.check_objects(config, build.find_target, ["data"])
     module = data_module(config, config["trainer"]["num_nodes"] * config["trainer"]["devices"])
+    if config["verb"] == "schema":
+        report.print_schema(module.columns(), as_json=config["format"] == "json")
+        return None
     module.prepare_data()
     report.print_partition(module.open_store())
     if (address := config["data"].get("remote_store")) is not None:
@@ -160,6 +164,8 @@ class Task:
             checkpoint = strategy.restart_checkpoint(run_dir) or checkpoint
         server_meter = _server_meter(strategy)
         data = data_module(config, strategy.world_size)
+        if checkpoint is not None and config["verb"] in APPLYING:
+            data.follow(checkpoints.training_data(checkpoint))
         data.weight_demand = partial(_weight_demand, config, strategy.model_name)
         data.zero_demand = partial(_weight_demand, config, strategy.model_name, demand=zero_demand)
         prepare(data)
@@ -239,7 +245,7 @@ class Task:
     def checkpoint(self) -> Path | str | None:
         """Return the path or address of the checkpoint to resume from, or to test; None if none is set."""
         path = self.config["ckpt_path"]
-        if path is None and self.config["verb"] in ("test", "predict", "export"):
+        if path is None and self.config["verb"] in APPLYING:
             path = "best"
         return None if path is None else runs.resolve(path, self._runs, self.config)
 
@@ -251,16 +257,16 @@ class Task:
             # A data set may hold nothing out for validation.
             settings["limit_val_batches"] = 0
         callbacks = [build.make(node, f"callbacks.{name}") for name, node in self.config["callbacks"].items() if node]
-        checkpoints = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
-        for callback in checkpoints:
+        savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+        for callback in savers:
             if not settings["limit_val_batches"]:
                 # Without validation the last epoch counts as the best.
                 callback.monitor = None
             elif callback.monitor == "auto":
                 callback.monitor = default_score(model, data.facts)
         if not settings["enable_checkpointing"]:
-            callbacks = [callback for callback in callbacks if callback not in checkpoints]
-        settings["enable_checkpointing"] = bool(checkpoints) and settings["enable_checkpointing"]
+            callbacks = [callback for callback in callbacks if callback not in savers]
+        settings["enable_checkpointing"] = bool(savers) and settings["enable_checkpointing"]
         progress = [ProgressLine(recorder, *data.work)] if settings.pop("enable_progress_bar") else []
         loggers = [build.make(node, f"logger.{name}") for name, node in self.config["logger"].items() if node]
         return build.make_trainer(

@@ -34,7 +34,7 @@ from torchmetrics import Metric
 from gtrain.backends import FULL_PRECISION, UNEQUAL_STEPS, Serves, Traits, get, installed, not_honoured, serving
 from gtrain.config import StrategyConfig
 from gtrain.data.batches.loader import SeedLoader
-from gtrain.data.module import GraphDataModule
+from gtrain.data.module import GraphDataModule, training_of
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.graph.store import Store
 from gtrain.launch import slot as slots
@@ -604,6 +604,7 @@ class GraphStrategy(ParallelStrategy):
             self.strategy_name,
             self.folder_sharing,
             self.run_folder,
+            None if self.data is None else training_of(self.data.open_store()),
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

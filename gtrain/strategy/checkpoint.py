@@ -98,6 +98,7 @@ def save(
     strategy: str | None = None,
     sharing: FolderSharing | None = None,
     run_folder: Path | None = None,
+    training: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint. All ranks call this together, with the same path.
 
@@ -112,13 +113,14 @@ def save(
         strategy: name of the strategy that writes the checkpoint.
         sharing: collects the files of machines that do not see rank 0's folder; None: all see it.
         run_folder: folder of the run; that of rank 0 points to a checkpoint at an address.
+        training: what the checkpoint records of its data, see :func:`~gtrain.data.module.training_of`.
 
     Raises:
         CheckpointError: the state contains an object that only unpickling could restore, or the address cannot be
             written to.
         DiskFullError: a file did not fit; the message names it.
     """
-    contents = _Contents(group, checkpoint, shard, module, write_files, numbering, strategy)
+    contents = _Contents(group, checkpoint, shard, module, write_files, numbering, strategy, training)
     if is_address(path):
         _save_remote(contents, RemoteCheckpoint(str(path), str(run_folder or "")), run_folder)
     else:
@@ -136,6 +138,7 @@ class _Contents:
     write_files: Callable[[Path], None]
     numbering: Mapping[str, Any] | None
     strategy: str | None
+    training: Mapping[str, Any] | None
 
     def write_trainer(self, folder: Path, near: Path) -> None:
         """Write rank 0's file; ``near`` is a checkpoint beside which earlier ones may be, for messages."""
@@ -161,6 +164,7 @@ class _Contents:
             "global_step": self.checkpoint.get("global_step"),
             "model": {"class": _model_name(self.module), "tensors": _shapes(self.checkpoint["state_dict"])},
             "numbering": self.numbering,
+            "training": self.training,
             **entries,
         }
         return json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1)
@@ -378,6 +382,26 @@ def numbering_of(module: Module, store: Store) -> dict[str, Any] | None:
         sums = "".join(f"{manifest.checksums[names_file(key, name)]:08x}" for name in ("bytes", "offsets"))
         names[f"names of {key}"] = f"{manifest.names[key]} (checksum {sums})"
     return {"names": names, "data": store.facts.get("numbering")}
+
+
+def training_data(checkpoint: Path | str) -> dict[str, Any] | None:
+    """Return what a checkpoint records of the data of its training.
+
+    Args:
+        checkpoint: its path or address.
+
+    Returns:
+        See :func:`~gtrain.data.module.training_of`; None if an earlier release, or Lightning, wrote the checkpoint, or
+        if this machine does not have it.
+    """
+    if isinstance(checkpoint, Path):
+        checkpoint = find(checkpoint) if checkpoint.parent.is_dir() else checkpoint
+        if not checkpoint.is_dir():
+            return None
+    elif RemoteCheckpoint(checkpoint).is_file:
+        return None
+    training: dict[str, Any] | None = read_manifest(checkpoint).get("training")
+    return training
 
 
 def find(path: Path) -> Path:

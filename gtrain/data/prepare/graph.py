@@ -27,6 +27,8 @@ from gtrain.nn.csr import Csr
 
 log = logging.getLogger("gtrain")
 TIME = "edge_time"
+APPLIED = SplitOptions("random", train_fraction=1.0, val_fraction=0.0)
+"""The split of edges to which a trained model is applied: messages pass along all of them."""
 
 
 def warn_unsorted(graph: Graph, origin: str) -> None:
@@ -134,6 +136,8 @@ class Preparation:
     num_classes: int | None
     normalize_features: bool
     origin: str
+    applied: bool = False
+    """Whether a trained model is applied: the graph needs no labels, and all labelled nodes are the test split."""
 
 
 def prepare_graph(graph: Graph, options: Preparation) -> dict[str, Any]:
@@ -158,7 +162,8 @@ def prepare_graph(graph: Graph, options: Preparation) -> dict[str, Any]:
     warn_unsorted(graph, options.origin)
     if options.task == "link":
         edge_type = _target_edge(graph, options.target)
-        facts["split"] = {**options.split.identity(), "sizes": split_edges(graph, edge_type, options.split)}
+        split = APPLIED if options.applied else options.split
+        facts["split"] = {**split.identity(), "sizes": split_edges(graph, edge_type, split)}
         facts |= {} if edge_type is None else {"target_edge": list(edge_type)}
     return facts
 
@@ -173,16 +178,19 @@ def _prepare_arrays(arrays: EdgeArrays, options: Preparation) -> dict[str, Any]:
     if options.task == "node":
         arrays.held_out = {}
         return facts
-    return {**facts, "split": {**options.split.identity(), "sizes": split_arrays(arrays, options.split)}}
+    split = APPLIED if options.applied else options.split
+    return {**facts, "split": {**split.identity(), "sizes": split_arrays(arrays, split)}}
 
 
 def _prepare_nodes(graph: Data | HeteroData, options: Preparation) -> dict[str, Any]:
     """Check the graph, add the masks of a node task, and scale its features."""
     if options.task == "node":
         _choose_labels(graph, options.target)
+    if options.applied:
+        _drop_empty_labels(graph, options.unlabelled)
     facts = validate_graph(graph, unlabelled=options.unlabelled, num_classes=options.num_classes, origin=options.origin)
     labelled = _labelled(graph, facts) if options.task == "node" else None
-    if labelled is not None:
+    if labelled is not None and not options.applied:
         check_distinct(labelled.y, options.unlabelled, options.origin)
     for store in graph.node_stores:
         if store is not labelled:
@@ -191,7 +199,7 @@ def _prepare_nodes(graph: Data | HeteroData, options: Preparation) -> dict[str, 
                 store.pop(name, None)
         if options.normalize_features and isinstance(store.get("x"), Tensor):
             store["x"] = _rows_to_one(store["x"])
-    facts["split"] = None if labelled is None else _split_labels(labelled, options.split, options.unlabelled)
+    facts["split"] = None if labelled is None else _split_labels(labelled, options)
     if labelled is not None and facts["num_classes"] == 2 and not facts["multilabel"]:
         facts["train_classes"] = labelled.y[labelled.train_mask].bincount(minlength=2).tolist()
     return facts
@@ -270,12 +278,25 @@ def _labelled(graph: Data | HeteroData, facts: dict[str, Any]) -> Any:
     return graph.stores[0] if isinstance(graph.y, Tensor) else None
 
 
-def _split_labels(nodes: Any, split: SplitOptions, unlabelled: int | None) -> dict[str, Any]:
+def _drop_empty_labels(graph: Data | HeteroData, unlabelled: int | None) -> None:
+    """Remove ``y`` where no node has a label."""
+    for nodes in graph.node_stores:
+        y = nodes.get("y")
+        if isinstance(y, Tensor) and not labelled_nodes(y, unlabelled).any():
+            nodes.pop("y")
+
+
+def _split_labels(nodes: Any, options: Preparation) -> dict[str, Any]:
     """Add the masks to the storage of the labelled nodes; return the options and sizes of the split."""
+    split = options.split
     if nodes.y.dim() == 2 and nodes.y.size(1) == 1:
         nodes.y = nodes.y.flatten()
     nodes.y = nodes.y.float() if nodes.y.dim() == 2 else nodes.y.long()
-    masks = split_nodes(nodes, labelled_nodes(nodes.y, unlabelled), split)
+    labelled = labelled_nodes(nodes.y, options.unlabelled)
+    if options.applied:
+        masks = {name: labelled if name == "test_mask" else torch.zeros_like(labelled) for name in MASKS}
+    else:
+        masks = split_nodes(nodes, labelled, split)
     for name, mask in masks.items():
         nodes[name] = mask
     return {**split.identity(), "sizes": {name[:-5]: int(mask.sum()) for name, mask in masks.items()}}

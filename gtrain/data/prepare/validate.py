@@ -239,15 +239,15 @@ def _check_labels(
         return {"num_classes": None, "multilabel": None}
     check_rows("y", y, num_nodes, origin)
     if y.dim() == 2 and y.size(1) > 1:
-        return _check_multilabel(y, num_classes, origin)
+        return _check_multilabel(y, unlabelled, num_classes, origin)
     return {"num_classes": _check_classes(y, unlabelled, num_classes, origin), "multilabel": False}
 
 
 def labelled_nodes(y: Tensor, unlabelled: int | None) -> Tensor:
-    """Return which nodes have a label, ``[N]`` bool; in multi-label data all have."""
-    if unlabelled is None or y.dim() == 2:
+    """Return which nodes have a label, ``[N]`` bool; of several labels each, those whose row is not ``unlabelled``."""
+    if unlabelled is None:
         return torch.ones(y.size(0), dtype=torch.bool)
-    return y != unlabelled
+    return y != unlabelled if y.dim() == 1 else (y != unlabelled).any(dim=1)
 
 
 def check_distinct(y: Tensor, unlabelled: int | None, origin: str) -> None:
@@ -333,8 +333,9 @@ def _check_mask(name: str, mask: Tensor, num_nodes: int, origin: str) -> None:
         )
 
 
-def _check_multilabel(y: Tensor, num_classes: int | None, origin: str) -> dict[str, Any]:
-    wrong = ((y != 0) & (y != 1)).nonzero()  # includes NaN
+def _check_multilabel(y: Tensor, unlabelled: int | None, num_classes: int | None, origin: str) -> dict[str, Any]:
+    outside = (y != 0) & (y != 1)  # includes NaN
+    wrong = (outside & labelled_nodes(y, unlabelled).unsqueeze(1)).nonzero()
     if wrong.numel():
         row, column = wrong[0].tolist()
         raise DataError(

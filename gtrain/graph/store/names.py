@@ -20,6 +20,9 @@ Bytes = NDArray[np.uint8]
 STEP = 1 << 18
 """Names converted at a time."""
 
+JOINT = "\x1f"
+"""Between the columns of a key in a name: ASCII's unit separator."""
+
 FIELDS = ("offsets", "bytes", "hashes", "order")
 """The arrays of a dictionary on disk, in the order of the arguments of :class:`Names`."""
 

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from gtrain import __version__
 from gtrain.backends import RolePlan
-from gtrain.config import plain
+from gtrain.config import APPLYING, plain
 from gtrain.errors import ConfigError, RankFailedError, restored
 from gtrain.keys import ISOLATED
 from gtrain.launch import agent, shipping
@@ -62,7 +62,7 @@ def _find_checkpoint(cfg: DictConfig) -> None:
     Raises:
         CheckpointError: no run has such a checkpoint.
     """
-    reads = cfg.verb in ("test", "predict", "export")
+    reads = cfg.verb in APPLYING
     if cfg.ckpt_path in runs.NAMES or (reads and cfg.ckpt_path is None):
         cfg.ckpt_path = str(runs.resolve(cfg.ckpt_path or "best", Path(cfg.paths.runs).absolute(), plain(cfg)))
 

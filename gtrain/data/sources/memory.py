@@ -1,0 +1,99 @@
+"""Graphs that a Python program has in memory."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from gtrain.data.config import DataConfig
+from gtrain.data.module import GraphDataModule
+from gtrain.data.prepare.split import MASKS
+from gtrain.errors import ConfigError
+from gtrain.graph.store.tables import csr_tensor
+
+
+class MemoryData(GraphDataModule[DataConfig]):
+    """A ``Data`` or ``HeteroData`` of PyG; see :meth:`~gtrain.data.module.GraphDataModule.from_pyg`."""
+
+    name = "memory"
+    graph: Data | HeteroData
+
+    @classmethod
+    def of(cls, graph: Any, settings: dict[str, Any]) -> MemoryData:
+        """Return the data module of a graph.
+
+        Args:
+            graph: the graph.
+            settings: by name.
+
+        Raises:
+            ConfigError: it is no graph of PyG.
+        """
+        if not isinstance(graph, (Data, HeteroData)):
+            raise ConfigError(
+                f"a {type(graph).__name__} was given as a graph.", hint="give a Data or HeteroData of PyG."
+            )
+        if "split" not in settings:
+            held_out = any(name in store for store in graph.stores for name in (*MASKS, "val_edge_index"))
+            settings = {**settings, "split": "public" if held_out else "random"}
+        module = cls(**settings)
+        module.graph = graph
+        return module
+
+    @classmethod
+    def of_scipy(cls, adjacency: Any, x: Any, y: Any, settings: dict[str, Any]) -> MemoryData:
+        """Return the data module of a matrix; see :meth:`~gtrain.data.module.GraphDataModule.from_scipy`."""
+        return cls.of(_scipy_graph(adjacency, x, y), settings)
+
+    def identity(self) -> dict[str, Any]:
+        """Return a digest of the graph's tensors."""
+        digest = hashlib.sha256()
+        for store in self.graph.stores:
+            digest.update(repr(getattr(store, "_key", None)).encode())
+            for name, value in sorted(store.items()):
+                digest.update(name.encode())
+                for part in _parts(value):
+                    digest.update(part)
+        return {"digest": digest.hexdigest()[:16]}
+
+    def read(self) -> Data | HeteroData:
+        """Return a copy that shares the tensors."""
+        return copy.copy(self.graph)
+
+
+def _scipy_graph(adjacency: Any, x: Any, y: Any) -> Data:
+    matrix = adjacency.tocoo()
+    if matrix.shape[0] != matrix.shape[1]:
+        raise ConfigError(f"an adjacency matrix of shape {matrix.shape} was given.", hint="give a square matrix.")
+    index = torch.from_numpy(np.stack([matrix.row, matrix.col]).astype(np.int64))
+    data = Data(edge_index=index, num_nodes=matrix.shape[0])
+    if not (matrix.data == 1).all():
+        data.edge_weight = torch.from_numpy(matrix.data.astype(np.float32))
+    if x is not None and hasattr(x, "tocsr"):
+        rows = x.tocsr()
+        indptr, indices = (torch.from_numpy(part.astype(np.int64)) for part in (rows.indptr, rows.indices))
+        data.x = csr_tensor(indptr, indices, torch.from_numpy(rows.data.astype(np.float32)), rows.shape)
+    elif x is not None:
+        data.x = torch.as_tensor(np.asarray(x), dtype=torch.float32)
+    if y is not None:
+        data.y = torch.as_tensor(np.asarray(y))
+    return data
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return what identifies a value of a graph."""
+    if not isinstance(value, Tensor):
+        return [repr(value).encode()]
+    if value.layout != torch.strided:
+        matrix = value.to_sparse_csr()
+        tensors = [matrix.crow_indices(), matrix.col_indices(), matrix.values()]
+    else:
+        tensors = [value]
+    arrays = [t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy() for t in tensors]
+    return [f"{value.dtype} {tuple(value.shape)}".encode(), *arrays]

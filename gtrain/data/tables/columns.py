@@ -1,0 +1,418 @@
+"""Columns of features: what becomes of each, inferred from its values once and applied alike to later data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gtrain.data.ingest.dictionary import first_true
+from gtrain.data.tables.description import ColumnChoice, Features
+from gtrain.data.tables.reading import Table
+from gtrain.errors import DataError
+from gtrain.graph.store.tables import csr_tensor, is_worthwhile
+
+log = logging.getLogger("gtrain")
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+UNIQUE_SHARE, UNIQUE_VALUES = 0.5, 100
+"""Strings with more distinct values than this share of the rows and this number are text, not categories."""
+
+
+@dataclass(frozen=True)
+class ColumnSchema:
+    """What becomes of a column.
+
+    Attributes:
+        name: of the column.
+        kind: one of :data:`~gtrain.data.tables.description.KINDS` other than ``ignore``.
+        mean: of the numbers (dates: seconds since 1970), which become ``(value - mean) / deviation``.
+        deviation: their standard deviation; 1 if they are all equal.
+        values: the categories or items with a column of their own, in the order of their columns.
+        other: whether one column stands for all other values that occurred.
+        missing: whether one column marks rows without a value; else these have the value 0 in all columns.
+        width: numbers in a vector, or of an encoder.
+        separator: of the items of a list that is written as text.
+    """
+
+    name: str
+    kind: str
+    mean: float = 0.0
+    deviation: float = 1.0
+    values: tuple[str, ...] = ()
+    other: bool = False
+    missing: bool = False
+    width: int = 0
+    separator: str | None = None
+
+    @property
+    def num_columns(self) -> int:
+        """Number of columns of ``x``."""
+        own = {"number": 1, "date": 1, "category": len(self.values), "list": len(self.values)}.get(
+            self.kind, self.width
+        )
+        return own + self.other + self.missing
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> ColumnSchema:
+        """Return the schema that :meth:`fields` described."""
+        return cls(**{**fields, "values": tuple(fields.get("values", ()))})
+
+    def fields(self) -> dict[str, Any]:
+        """Return the attributes that differ from their defaults, as JSON."""
+        return {name: value for name, value in asdict(self).items() if value != getattr(ColumnSchema, name, None)}
+
+    @property
+    def summary(self) -> str:
+        """What a reader wants to know, such as ``mean 3.2, deviation 1.1``."""
+        parts = []
+        if self.kind in ("number", "date"):
+            parts.append(f"mean {self.mean:.6g}, deviation {self.deviation:.6g}")
+        if self.kind in ("category", "list"):
+            shown = ", ".join(self.values[:5]) + (", ..." if len(self.values) > 5 else "")
+            parts.append(f"{len(self.values)} {'values' if self.kind == 'category' else 'items'}: {shown}")
+        if self.width:
+            parts.append(f"{self.width} numbers")
+        return ", ".join([*parts, *(["others together"] if self.other else []), *(["missing"] if self.missing else [])])
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some columns of ``x``: dense ``[N, k]``, or the rows and columns of the elements that are 1."""
+
+    dense: Floats | None
+    ones: tuple[Ints, Ints] | None
+    width: int
+
+
+def feature_columns(table: Table, features: Features, taken: Sequence[str | None]) -> list[str]:
+    """Return the columns of features: those that were named, or all that have no other meaning.
+
+    Raises:
+        DataError: the table lacks a column that was named.
+    """
+    table.check([*(features.names or ()), *features.ignore, *features.columns])
+    left_out = {*features.ignore, *taken, *(name for name, c in features.columns.items() if c.kind == "ignore")}
+    return [name for name in features.names or table.types if name not in left_out]
+
+
+def infer(table: Table, name: str, choice: ColumnChoice, max_values: int) -> ColumnSchema | None:
+    """Return what becomes of a column; None if it is left out, which is logged.
+
+    Args:
+        table: the table.
+        name: the column.
+        choice: what the user said about it.
+        max_values: the number of values with a column of their own, unless the user said another one.
+
+    Raises:
+        DataError: a value does not suit the kind that the user named.
+    """
+    column = present(table.column(name), table)
+    kind = choice.kind or ("text" if choice.encoder is not None else _kind(column))
+    if choice.kind is None and (reason := _useless(column, kind, choice)) is not None:
+        log.warning("%s: the column %r is left out: %s", table.place.key, name, reason)
+        return None
+    schema = ColumnSchema(name, kind, separator=choice.separator)
+    missing = bool(pc.any(pc.is_null(column, nan_is_null=True)).as_py())
+    if kind in ("number", "date"):
+        numbers = _numbers(column, schema, table)
+        known = numbers[~np.isnan(numbers)]
+        mean, deviation = (float(known.mean()), float(known.std())) if known.size else (0.0, 1.0)
+        return replace(schema, mean=mean, deviation=deviation or 1.0, missing=missing)
+    if kind in ("category", "list"):
+        items = _strings(column) if kind == "category" else _items(column, schema, table)[1]
+        limit = choice.max_values if choice.max_values is not None else max_values
+        values, other = _most_frequent(items, limit)
+        return replace(schema, values=values, other=other, missing=missing and kind == "category")
+    if kind == "vector":
+        return replace(schema, width=_vectors(column, schema, table).shape[1])
+    return replace(schema, width=_encoded(column, choice, schema, table).shape[1])
+
+
+def apply(table: Table, schema: ColumnSchema, choice: ColumnChoice) -> Block:
+    """Return a column as columns of ``x``.
+
+    A value that did not occur in the data of the schema is in the column of the others, or in none.
+
+    Raises:
+        DataError: a value does not suit the schema; names file, row and value.
+    """
+    column = present(table.column(schema.name), table)
+    null = pc.is_null(column, nan_is_null=True).to_numpy().astype(bool)
+    if schema.kind in ("number", "date"):
+        scaled = (_numbers(column, schema, table) - schema.mean) / schema.deviation
+        parts = [np.where(null, 0.0, scaled), *([null] if schema.missing else [])]
+        return Block(np.stack(parts, axis=1).astype(np.float32), None, schema.num_columns)
+    if schema.kind in ("category", "list"):
+        if schema.kind == "category":
+            rows, items = np.arange(len(column)), _strings(column)
+        else:
+            rows, items = _items(column, schema, table)
+        rest = len(schema.values) if schema.other else -1
+        found = pc.fill_null(pc.index_in(items, pa.array(schema.values, items.type)), rest)
+        numbers = np.asarray(found).astype(np.int64)
+        known = pc.is_valid(items).to_numpy(zero_copy_only=False)
+        chosen = known & (numbers >= 0)
+        rows, numbers = rows[chosen], numbers[chosen]
+        if schema.missing:
+            empty = np.flatnonzero(null)
+            rows, numbers = np.append(rows, empty), np.append(numbers, np.full(len(empty), schema.num_columns - 1))
+        return Block(None, (rows, numbers), schema.num_columns)
+    if schema.kind == "vector":
+        return Block(_vectors(column, schema, table), None, schema.width)
+    return Block(_encoded(column, choice, schema, table), None, schema.width)
+
+
+def side_by_side(blocks: Sequence[Block], num_rows: int) -> Tensor:
+    """Return blocks of columns as one matrix ``[N, F]``: float32, ``torch.sparse_csr`` where most of it is 0."""
+    width = sum(block.width for block in blocks)
+    entries = sum(len(block.ones[0]) if block.ones is not None else block.width * num_rows for block in blocks)
+    starts = np.concatenate([[0], np.cumsum([block.width for block in blocks])])
+    if not is_worthwhile((num_rows, width), entries):
+        x = np.zeros((num_rows, width), np.float32)
+        for block, start in zip(blocks, starts, strict=False):
+            if block.ones is None:
+                x[:, start : start + block.width] = block.dense
+            else:
+                x[block.ones[0], start + block.ones[1]] = 1
+        return torch.from_numpy(x)
+    rows, columns, values = [], [], []
+    for block, start in zip(blocks, starts, strict=False):
+        if block.dense is not None:
+            where = np.nonzero(block.dense)
+            values.append(block.dense[where])
+        elif block.ones is not None:
+            where = block.ones
+            values.append(np.ones(len(where[0]), np.float32))
+        rows.append(where[0])
+        columns.append(where[1] + start)
+    keys, first = np.unique(np.concatenate(rows) * width + np.concatenate(columns), return_index=True)
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(keys // width, minlength=num_rows))])
+    numbers, elements = torch.from_numpy(keys % width), torch.from_numpy(np.concatenate(values)[first])
+    return csr_tensor(torch.from_numpy(indptr), numbers, elements, (num_rows, width))
+
+
+def present(column: Any, table: Table) -> Any:
+    """Return a column in which texts that mean a missing value are null, and others have no blanks around them."""
+    if not _is_text(column.type):
+        return column
+    trimmed = pc.utf8_trim_whitespace(column)
+    absent = pc.is_in(trimmed, pa.array(table.place.missing, trimmed.type))
+    return pc.if_else(absent, pa.scalar(None, trimmed.type), trimmed)
+
+
+def _kind(column: Any) -> str:
+    """Infer the kind of a column."""
+    types, dtype = pa.types, column.type
+    if types.is_integer(dtype) or types.is_floating(dtype) or types.is_boolean(dtype) or types.is_decimal(dtype):
+        return "number"
+    if types.is_date(dtype) or types.is_timestamp(dtype):
+        return "date"
+    if types.is_list(dtype) or types.is_large_list(dtype) or types.is_fixed_size_list(dtype):
+        return "vector" if types.is_floating(dtype.value_type) else "list"
+    if not _is_text(dtype):
+        return "ignore"
+    for kind, convert in (("number", _parsed_numbers), ("date", _parsed_dates)):
+        try:
+            convert(column)
+            return kind
+        except pa.ArrowInvalid:
+            continue
+    distinct, present = pc.count_distinct(column).as_py(), len(column) - column.null_count
+    return "text" if distinct > max(UNIQUE_VALUES, UNIQUE_SHARE * present) else "category"
+
+
+def _useless(column: Any, kind: str, choice: ColumnChoice) -> str | None:
+    """Return why a column is left out of the features."""
+    if kind == "ignore":
+        return f"it holds {column.type}"
+    if kind == "text" and choice.encoder is None:
+        return "it is text; give it an encoder, or the kind category"
+    if column.null_count == len(column):
+        return "it has no values"
+    if kind in ("number", "date", "category") and not column.null_count and pc.count_distinct(column).as_py() < 2:
+        return "all its values are equal"
+    return None
+
+
+def _numbers(column: Any, schema: ColumnSchema, table: Table) -> NDArray[np.float64]:
+    """Return numbers, or seconds since 1970; NaN where a value is missing."""
+    if _is_text(column.type):
+        convert = _parsed_numbers if schema.kind == "number" else _parsed_dates
+        try:
+            return convert(column)
+        except pa.ArrowInvalid:
+            row = _first_wrong(column, convert)
+            wanted = "a number" if schema.kind == "number" else "a date"
+            hint = (
+                "correct the value" if schema.kind == "number" else "write dates as 2024-05-31 or 2024-05-31 12:30:00"
+            )
+            raise _wrong(table, schema.name, row, column[row].as_py(), f"is not {wanted}", hint) from None
+    if schema.kind == "date":
+        return _seconds(column)
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)):
+        try:
+            return column.cast(pa.float64()).to_numpy()
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise DataError(
+                f"{table.place.key}: the column {schema.name!r} holds {column.type}, and numbers are expected",
+                hint=f"set {table.place.key}.columns.{schema.name} to another kind",
+            ) from error
+    values: NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy()
+    if (infinite := first_true(np.isinf(values))) is not None:
+        raise _wrong(table, schema.name, infinite, values[infinite], "is not finite", "correct the value")
+    return values
+
+
+def _parsed_numbers(column: Any) -> NDArray[np.float64]:
+    values: NDArray[np.float64] = column.cast(pa.float64()).to_numpy()
+    if np.isinf(values).any():
+        raise pa.ArrowInvalid("infinite")
+    return values
+
+
+def _parsed_dates(column: Any) -> NDArray[np.float64]:
+    try:
+        return _seconds(column.cast(pa.timestamp("us")))
+    except pa.ArrowInvalid:  # with a time zone
+        return _seconds(column.cast(pa.timestamp("us", "UTC")))
+
+
+def _seconds(column: Any) -> NDArray[np.float64]:
+    """Return dates and times as seconds since 1970."""
+    zone = getattr(column.type, "tz", None)
+    micros = column.cast(pa.timestamp("us", zone), safe=False).cast(pa.int64())
+    values: NDArray[np.float64] = micros.cast(pa.float64(), safe=False).to_numpy() / 1e6
+    return values
+
+
+def whole_seconds(column: Any, name: str, table: Table, scale: float) -> Tensor:
+    """Return a column of times, numbers or dates, as whole numbers.
+
+    Args:
+        column: the column.
+        name: its name.
+        table: its table, for messages.
+        scale: factor of the times before they are rounded.
+
+    Returns:
+        int64 ``[n]``.
+
+    Raises:
+        DataError: a time is missing, or neither a number nor a date.
+    """
+    times = present(column, table)
+    kind = _kind(times)
+    schema = ColumnSchema(name, kind if kind in ("number", "date") else "date")
+    values = _numbers(times, schema, table) * scale
+    if (row := first_true(np.isnan(values))) is not None:
+        raise DataError(f"{table.row(row)}: the column {name!r} has no time", hint="give each row a time")
+    if (row := first_true(np.abs(values) >= 2**62)) is not None:
+        raise _wrong(table, name, row, values[row], "is too large for a time", "set a smaller data.time_scale")
+    return torch.from_numpy(np.round(values).astype(np.int64))
+
+
+def _strings(column: Any) -> Any:
+    """Return values as strings: whole numbers without a fraction."""
+    if pa.types.is_floating(column.type) and pc.all(pc.equal(column, pc.round(column))).as_py() is not False:
+        column = pc.if_else(pc.is_nan(column), pa.scalar(None, column.type), column).cast(pa.int64())
+    return column.cast(pa.string())
+
+
+def _items(column: Any, schema: ColumnSchema, table: Table) -> tuple[Ints, Any]:
+    """Return the row of each item of a column of lists, and the items as strings."""
+    if _is_text(column.type):
+        if schema.separator is None:
+            raise DataError(
+                f"{table.place.key}: the column {schema.name!r} holds text, and lists are expected",
+                hint=f"say what separates its items: columns: {{{schema.name}: {{kind: list, separator: '|'}}}}",
+            )
+        column = pc.split_pattern(column, schema.separator)
+    if not hasattr(column.type, "value_type"):
+        raise DataError(
+            f"{table.place.key}: the column {schema.name!r} holds {column.type}, and lists are expected",
+            hint=f"set {table.place.key}.columns.{schema.name} to another kind",
+        )
+    whole = column.combine_chunks()
+    whole = whole.chunk(0) if isinstance(whole, pa.ChunkedArray) else whole
+    counts = pc.fill_null(pc.list_value_length(whole), 0).to_numpy(zero_copy_only=False)
+    items = _strings(pc.list_flatten(whole))
+    if schema.separator is not None:
+        items = pc.utf8_trim_whitespace(items)
+    return np.repeat(np.arange(len(whole)), counts), items
+
+
+def _most_frequent(items: Any, limit: int) -> tuple[tuple[str, ...], bool]:
+    """Return the most frequent values, equally frequent ones in order, and whether there are others."""
+    counts = pc.value_counts(items.drop_null())
+    values, numbers = counts.field("values").to_pylist(), counts.field("counts").to_pylist()
+    ordered = sorted(zip(values, numbers, strict=True), key=lambda pair: (-pair[1], pair[0]))
+    return tuple(sorted(value for value, _ in ordered[:limit])), len(ordered) > limit
+
+
+def _vectors(column: Any, schema: ColumnSchema, table: Table) -> Floats:
+    """Return lists of equally many numbers, ``[N, width]``; a missing list is 0."""
+    whole = column.combine_chunks()
+    whole = whole.chunk(0) if isinstance(whole, pa.ChunkedArray) else whole
+    if pa.types.is_fixed_size_list(whole.type):
+        whole = whole.cast(pa.large_list(whole.type.value_type))
+    lengths = pc.fill_null(pc.list_value_length(whole), -1).to_numpy(zero_copy_only=False)
+    width = schema.width or int(lengths.max(initial=0))
+    if (row := first_true((lengths != width) & (lengths >= 0))) is not None:
+        problem = f"has {lengths[row]} numbers, and {width} are expected"
+        raise _wrong(table, schema.name, row, "the list", problem, "give each row a list of the same length")
+    result = np.zeros((len(whole), width), np.float32)
+    result[lengths >= 0] = pc.list_flatten(whole).to_numpy(zero_copy_only=False).reshape(-1, width)
+    if (row := first_true(np.asarray(~np.isfinite(result).all(axis=1)))) is not None:
+        raise _wrong(table, schema.name, row, "the list", "has a number that is missing or not finite", "correct it")
+    return result
+
+
+def _encoded(column: Any, choice: ColumnChoice, schema: ColumnSchema, table: Table) -> Floats:
+    """Return what the user's encoder makes of a column, ``[N, width]``."""
+    encoder = choice.encoder
+    if not callable(encoder):
+        raise DataError(
+            f"{table.place.key}: the column {schema.name!r} needs its encoder, which is {encoder!r}",
+            hint="encoder: {_target_: your_package.embed, _partial_: true}",
+        )
+    result = np.asarray(encoder(column.to_pylist()), dtype=np.float32)
+    if result.ndim != 2 or len(result) != len(column) or (schema.width and result.shape[1] != schema.width):
+        found, wanted = list(result.shape), f"[{len(column)}, {schema.width or 'd'}]"
+        raise DataError(
+            f"{table.place.key}: the encoder of {schema.name!r} returned {found}, and {wanted} is expected",
+            hint="return an array with one row per value, of the same width for all data",
+        )
+    return result
+
+
+def _first_wrong(column: Any, convert: Any) -> int:
+    """Return the first row that cannot be converted, by halving."""
+    first, last = 0, len(column)
+    while last - first > 1:
+        middle = (first + last) // 2
+        try:
+            convert(column.slice(first, middle - first))
+            first = middle
+        except pa.ArrowInvalid:
+            last = middle
+    return first
+
+
+def _wrong(table: Table, name: str, row: int, value: Any, problem: str, hint: str) -> DataError:
+    shown = repr(value) if isinstance(value, str) and " " not in value[:4] else str(value)
+    return DataError(f"{table.row(row)}: the column {name!r}: {shown} {problem}", hint=hint)
+
+
+def _is_text(dtype: Any) -> bool:
+    return bool(pa.types.is_string(dtype) or pa.types.is_large_string(dtype) or pa.types.is_string_view(dtype))

@@ -1,0 +1,79 @@
+"""Data frames and graphs of networkx as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from gtrain.errors import ConfigError
+
+
+def entries(frames: Any) -> Any:
+    """Return frames as ``data.nodes`` or ``data.edges``: the entry of a table, or entries by name.
+
+    Args:
+        frames: a frame, an entry with a ``frame``, or frames or entries by name; None.
+
+    Raises:
+        ConfigError: a value is no frame.
+    """
+    if frames is None:
+        return None
+    if not isinstance(frames, Mapping):
+        return {"frame": as_table(frames)}
+    if "frame" in frames:
+        labels = frames.get("labels")
+        apart = {} if labels is None else {"labels": entries(labels)}
+        return {**frames, "frame": as_table(frames["frame"]), **apart}
+    return {name: entries(frame) for name, frame in frames.items()}
+
+
+def as_table(frame: Any) -> Any:
+    """Return a frame of pandas or Polars, or one of pyarrow as it is, as a ``pyarrow.Table``.
+
+    Raises:
+        ConfigError: it is no frame, or a column holds objects of different types.
+    """
+    try:
+        if isinstance(frame, pa.Table):
+            return frame
+        if hasattr(frame, "collect_schema") and hasattr(frame, "collect"):  # a lazy frame of Polars
+            frame = frame.collect()
+        if hasattr(frame, "to_arrow"):
+            return frame.to_arrow()
+        if hasattr(frame, "iloc"):
+            return pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata()
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise ConfigError(
+            f"a data frame cannot be read: {str(error).splitlines()[0]}",
+            hint="give each column values of one type: frame[column].astype(str).",
+        ) from error
+    raise ConfigError(
+        f"a {type(frame).__name__} was given as a table.", hint="give a frame of pandas, Polars or pyarrow."
+    )
+
+
+def of_networkx(graph: Any, label: str | None) -> dict[str, Any]:
+    """Return the settings ``nodes`` and ``edges`` of a graph of networkx."""
+    key = "id"
+    node_rows = [{**attributes, key: node} for node, attributes in graph.nodes(data=True)]
+    edge_rows = [{**attributes, "source": a, "target": b} for a, b, attributes in graph.edges(data=True)]
+    nodes = {"frame": _rows(node_rows), "key": key, **({} if label is None else {"label": label})}
+    frame = _rows(edge_rows or [{"source": None, "target": None}]).slice(0, len(edge_rows))
+    weight = {"weight": "weight"} if "weight" in frame.column_names else {}
+    edges = {"frame": frame, "source": "source", "target": "target", "undirected": not graph.is_directed(), **weight}
+    return {"nodes": nodes, "edges": edges}
+
+
+def _rows(rows: list[dict[str, Any]]) -> Any:
+    """Return rows as a table with every column that one of them has."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    try:
+        return pa.table({str(name): [row.get(name) for row in rows] for name in names})
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise ConfigError(
+            f"the attributes of a networkx graph cannot be read: {str(error).splitlines()[0]}",
+            hint="give an attribute values of one type.",
+        ) from error

@@ -1,0 +1,195 @@
+"""Keys of nodes: of any type and of one or several columns, mapped to the ids 0, 1, 2, ... and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from gtrain.data.ingest.dictionary import Dictionary, Keys, first_true
+from gtrain.data.tables.description import Place
+from gtrain.data.tables.reading import Table
+from gtrain.errors import DataError
+from gtrain.graph.store.names import JOINT
+
+Ints = NDArray[np.int64]
+
+_ENDS = (("source", "target"), ("src", "dst"), ("from", "to"), ("head", "tail"))
+_LONGEST = 1 << 23
+
+
+@dataclass(frozen=True)
+class KeyForm:
+    """How the names of nodes are written back.
+
+    Attributes:
+        columns: names of the key's columns.
+        types: type of each: ``int64`` or ``string``.
+    """
+
+    columns: tuple[str, ...]
+    types: tuple[str, ...]
+
+
+def node_key(table: Table, named: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the columns of a node table's key: those that were named, else ``id``, else the first one.
+
+    Raises:
+        DataError: the table lacks one of them.
+    """
+    if named is None:
+        return ("id",) if "id" in table.types else (next(iter(table.types)),)
+    table.check(named)
+    return named
+
+
+def edge_ends(
+    table: Table, source: tuple[str, ...] | None, target: tuple[str, ...] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the columns of an edge table's ends: those that were named, else a usual pair, else the first two.
+
+    Raises:
+        DataError: the table lacks one of them, or has a single column.
+    """
+    if source is not None and target is not None:
+        table.check((*source, *target))
+        return source, target
+    if source is not None or target is not None:
+        named, other = ("source", "target") if source is not None else ("target", "source")
+        raise DataError(f"{table.place.key} names the {named} and not the {other}", hint=f"name both: {other}: COLUMN")
+    names = list(table.types)
+    for pair in (*_ENDS, tuple(names[:2])):
+        if len(pair) == 2 and set(pair) <= set(names):
+            return (pair[0],), (pair[1],)
+    raise DataError(
+        f"{table.place.key}: {table.where} has the column {names[0]!r} alone",
+        hint="give edges a source and a target",
+    )
+
+
+def key_form(table: Table, columns: Sequence[str]) -> KeyForm:
+    """Return how keys of these columns are written back."""
+    whole = [pa.types.is_integer(table.types[name]) for name in columns]
+    return KeyForm(tuple(columns), tuple("int64" if is_int else "string" for is_int in whole))
+
+
+class NodeKeys:
+    """Assigns ids to the keys of one node type, in the order of first appearance.
+
+    Args:
+        node_type: the type, for messages.
+        origin: where its table is; None: nodes are those that edges name.
+    """
+
+    def __init__(self, node_type: str, origin: Place | None) -> None:
+        self._type, self._origin = node_type, origin
+        self._dictionary = Dictionary()
+        self.form: KeyForm | None = None
+
+    def __len__(self) -> int:
+        return len(self._dictionary)
+
+    def add(self, table: Table, columns: tuple[str, ...]) -> None:
+        """Add the keys of a node table, whose row i gets the id i.
+
+        Raises:
+            DataError: a key is missing, or occurs twice; names both rows.
+        """
+        self.form = key_form(table, columns)
+        for first, batch in table.batches(columns):
+            ids = self._dictionary.encode(Keys.interleaved(texts(batch, columns, table, first)))
+            row = first_true(ids != np.arange(first, first + len(ids)))
+            if row is not None:
+                earlier, key = int(ids[row]), _shown(batch, columns, row)
+                raise DataError(
+                    f"{table.row(first + row)}: the key {key} occurs twice, first in {table.row(earlier)}",
+                    hint=f"give each node of {self._origin.key if self._origin else self._type} one row",
+                )
+
+    def find(self, table: Table, columns: tuple[str, ...], batch: Any, first: int) -> Ints:
+        """Return the ids of the nodes that a batch of rows names.
+
+        Args:
+            table: the table of the rows.
+            columns: the columns with the key.
+            batch: rows of the table.
+            first: number of the first row.
+
+        Raises:
+            DataError: a key is missing, or not in the node table; names file, row and value.
+        """
+        if self.form is None:
+            self.form = key_form(table, columns)
+        if len(columns) != len(self.form.columns):
+            raise DataError(
+                f"{table.place.key}: nodes {self._type!r} are named by {' and '.join(columns)}, and their key has "
+                f"{len(self.form.columns)} columns: {', '.join(self.form.columns)}",
+                hint="name as many columns, in the same order",
+            )
+        known = len(self._dictionary)
+        ids = self._dictionary.encode(Keys.interleaved(texts(batch, columns, table, first)))
+        if self._origin is not None and (row := first_true(ids >= known)) is not None:
+            raise DataError(
+                f"{table.row(first + row)}: the {_column_words(columns)} {_shown(batch, columns, row)} is not in the "
+                f"node table {self._origin.key}",
+                hint=f"add the node to that table, or remove the row; without {self._origin.key} the nodes are those "
+                "that edges name",
+            )
+        return ids
+
+    def names(self) -> Any:
+        """Return the names by id, a ``pyarrow`` array of strings; no further keys can be added or found."""
+        return self._dictionary.freeze()
+
+
+def texts(batch: Any, columns: Sequence[str], table: Table, first: int) -> Any:
+    """Return the keys of some rows as strings: whole numbers in decimal digits, several columns joined.
+
+    Raises:
+        DataError: a key is missing or too long.
+    """
+    joined = None
+    for name in columns:
+        column = batch[name].combine_chunks()
+        column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+        missing = pc.is_null(column, nan_is_null=True).to_numpy(zero_copy_only=False)
+        if (row := first_true(missing)) is not None:
+            raise DataError(
+                f"{table.row(first + row)}: the key {name!r} has no value", hint="give it a value, or remove the row"
+            )
+        if pa.types.is_floating(column.type):  # pandas turns whole numbers into these if some are missing
+            column = _whole(column, name, table, first)
+        strings = column.cast(pa.large_string())
+        joined = (
+            strings
+            if joined is None
+            else pc.binary_join_element_wise(joined, strings, pa.scalar(JOINT, pa.large_string()))
+        )
+    lengths = pc.binary_length(joined).to_numpy(zero_copy_only=False)
+    if (row := first_true((lengths == 0) | (lengths > _LONGEST))) is not None:
+        raise DataError(
+            f"{table.row(first + row)}: the key has {lengths[row]} bytes", hint=f"write a key of 1..{_LONGEST} bytes"
+        )
+    return joined
+
+
+def _whole(column: Any, name: str, table: Table, first: int) -> Any:
+    values = column.to_numpy(zero_copy_only=False)
+    if (row := first_true(values != np.round(values))) is not None:
+        raise DataError(
+            f"{table.row(first + row)}: the key {name!r} is {values[row]}", hint="keys are whole numbers or strings"
+        )
+    return column.cast(pa.int64())
+
+
+def _shown(batch: Any, columns: Sequence[str], row: int) -> str:
+    return " and ".join(repr(batch[name][row].as_py()) for name in columns)
+
+
+def _column_words(columns: Sequence[str]) -> str:
+    return " and ".join(map(repr, columns))

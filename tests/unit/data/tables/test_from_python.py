@@ -1,0 +1,93 @@
+"""Graphs from data frames and from graphs of PyG, networkx and scipy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from torch_geometric.data import Data, HeteroData
+
+from gtrain import GraphDataModule
+from gtrain.errors import ConfigError
+
+NODES = {"id": ["a", "b", "c"], "size": [1.0, 2.0, 3.0], "kind": ["x", "y", "x"]}
+EDGES = {"source": ["a", "b"], "target": ["b", "c"]}
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars", "pyarrow"])
+def test_frames(library: str, tmp_path: Path) -> None:
+    frames = pytest.importorskip(library)
+    make = frames.table if library == "pyarrow" else frames.DataFrame
+    nodes = {"frame": make(NODES), "label": "kind"}
+    data = GraphDataModule.from_frames(nodes=nodes, edges=make(EDGES), store=str(tmp_path))
+    graph = data.read()
+    assert graph.edge_index.tolist() == [[0, 1], [1, 2]] and graph.y.tolist() == [0, 1, 0]
+    torch.testing.assert_close(graph.x[:, 0], torch.tensor([-1.0, 0.0, 1.0]) * 1.5**0.5)
+    again = GraphDataModule.from_frames(nodes=nodes, edges=make(EDGES), store=str(tmp_path))
+    assert again.store_path == data.store_path
+    other = GraphDataModule.from_frames(nodes=nodes, edges=make({**EDGES, "target": ["b", "a"]}), store=str(tmp_path))
+    assert other.store_path != data.store_path
+
+
+def test_frames_by_type(tmp_path: Path) -> None:
+    nodes = {"user": pa.table({"id": [1, 2]}), "item": pa.table({"sku": ["p", "q"]})}
+    edges = {"buys": {"frame": pa.table({"u": [2, 1], "i": ["p", "p"]}), "source": "u", "target": "i"}}
+    edges["buys"] |= {"source_type": "user", "target_type": "item"}
+    graph = GraphDataModule.from_frames(nodes=nodes, edges=edges, store=str(tmp_path)).read()
+    assert graph["user", "buys", "item"].edge_index.tolist() == [[1, 0], [0, 0]]
+
+
+def test_a_wrong_frame(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a list was given as a table"):
+        GraphDataModule.from_frames(nodes=[1, 2])
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_graph_of_pyg(masks: bool, tmp_path: Path) -> None:
+    graph = Data(x=torch.rand(6, 2), y=torch.tensor([0, 1] * 3), edge_index=torch.tensor([[0, 1], [1, 2]]))
+    if masks:
+        graph.train_mask = torch.arange(6) < 2
+    data = GraphDataModule.from_pyg(graph, store=str(tmp_path), num_parts=2)
+    data.prepare_data()
+    assert data.facts["split"]["kind"] == ("public" if masks else "random") and data.open_store().num_nodes == 6
+    assert "test_mask" not in graph  # not changed
+    changed = graph.clone()
+    changed.x[0, 0] += 1
+    paths = [GraphDataModule.from_pyg(g, store=str(tmp_path), num_parts=2).store_path for g in (graph.clone(), changed)]
+    assert paths[0] == data.store_path != paths[1]
+
+
+def test_a_heterogeneous_graph_of_pyg(tmp_path: Path) -> None:
+    graph = HeteroData()
+    graph["a"].x, graph["b"].num_nodes = torch.rand(3, 2), 2
+    graph["a", "to", "b"].edge_index = torch.tensor([[0, 2], [1, 0]])
+    data = GraphDataModule.from_pyg(graph, store=str(tmp_path), task="link")
+    data.prepare_data()
+    assert set(data.open_store().node_types) == {"a", "b"}
+
+
+def test_a_graph_of_networkx(tmp_path: Path) -> None:
+    networkx = pytest.importorskip("networkx")
+    graph = networkx.Graph()
+    graph.add_node("a", size=1, kind="x")
+    graph.add_node("b", size=3, kind="y")
+    graph.add_edge("a", "b", weight=2.0)
+    data = GraphDataModule.from_networkx(graph, label="kind", store=str(tmp_path))
+    read = data.read()
+    assert read.edge_index.tolist() == [[0, 1], [1, 0]] and read.edge_weight.tolist() == [2, 2]
+    assert read.y.tolist() == [0, 1] and read.x.tolist() == [[-1], [1]]
+    assert data.names()["node"].to_pylist() == ["a", "b"]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_matrix_of_scipy(sparse: bool, tmp_path: Path) -> None:
+    scipy = pytest.importorskip("scipy.sparse")
+    adjacency = scipy.csr_matrix(([1.0, 2.0], ([0, 1], [1, 2])), shape=(3, 3))
+    x: Any = [[1, 0], [0, 0], [0, 3]]
+    data = GraphDataModule.from_scipy(adjacency, scipy.csr_matrix(x) if sparse else x, [0, 1, 1], store=str(tmp_path))
+    graph = data.read()
+    assert graph.edge_index.tolist() == [[0, 1], [1, 2]] and graph.edge_weight.tolist() == [1, 2]
+    assert graph.x.to_dense().tolist() == x and graph.y.tolist() == [0, 1, 1]

@@ -1,0 +1,291 @@
+"""Graphs from tables: keys, features, labels, splits and edges, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch_geometric.data import Data, HeteroData
+
+from gtrain.data.sources.tables import TablesData
+from gtrain.errors import DataError, GtrainError
+
+Write = Callable[[str, str], str]
+
+PEOPLE = "id,age,city,label,part\nann,20,Rome,x,train\nbob,,Oslo,y,val\ncy,40,,x,test\ndee,30,Rome,,\n"
+KNOWS = "source,target,weight\nann,bob,1\nbob,cy,2.5\ncy,ann,0.5\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def data(tmp_path: Path, **settings: Any) -> TablesData:
+    return TablesData(store=str(tmp_path / "stores"), **settings)
+
+
+def people(write: Write, text: str = PEOPLE, **entry: Any) -> dict[str, Any]:
+    return {"path": write("people.csv", text), "label": "label", "split": "part", **entry}
+
+
+def test_a_graph_of_one_type(write: Write, tmp_path: Path) -> None:
+    source = data(tmp_path, nodes=people(write), edges={"path": write("knows.csv", KNOWS), "weight": "weight"})
+    graph = source.read()
+    assert isinstance(graph, Data)
+    assert graph.edge_index.tolist() == [[0, 1, 2], [1, 2, 0]] and graph.edge_weight.tolist() == [1, 2.5, 0.5]
+    assert graph.y.tolist() == [0, 1, 0, -1] and source.extra_facts()["label_values"] == ["x", "y"]
+    masks = [graph[f"{split}_mask"].tolist() for split in ("train", "val", "test")]
+    assert masks == [[True, False, False, False], [False, True, False, False], [False, False, True, False]]
+    # age: mean 30, deviation sqrt(200 / 3), and a column for the missing one; city: Oslo, Rome, missing
+    deviation = (200 / 3) ** 0.5
+    expected = [[-10 / deviation, 0, 0, 1, 0], [0, 1, 1, 0, 0], [10 / deviation, 0, 0, 0, 1], [0, 0, 0, 1, 0]]
+    torch.testing.assert_close(graph.x, torch.tensor(expected))
+    assert source.names()["node"].to_pylist() == ["ann", "bob", "cy", "dee"]
+
+
+def test_the_store_has_names_schema_and_split(write: Write, tmp_path: Path) -> None:
+    source = data(tmp_path, nodes=people(write), edges=write("knows.csv", KNOWS))
+    source.prepare_data()
+    store = source.open_store()
+    assert store.names("node").decode([2, 0]) == ["cy", "ann"]
+    assert store.facts["split"]["kind"] == "public" and store.facts["split"]["sizes"] == {
+        "train": 1,
+        "val": 1,
+        "test": 1,
+    }
+    kinds = [(column["name"], column["kind"]) for column in store.facts["schema"]["nodes node"]]
+    assert kinds == [("age", "number"), ("city", "category")]
+    assert store.facts["keys"]["node"] == {"columns": ["id"], "types": ["string"]}
+
+
+def test_several_types_with_keys_of_two_columns_and_labels_apart(write: Write, tmp_path: Path) -> None:
+    nodes = {
+        "author": {
+            "path": write("authors.csv", "first,last,born\nAda,L,1815-12-10\nAlan,T,1912-06-23\n"),
+            "key": ["first", "last"],
+        },
+        "paper": {
+            "path": write("papers.tsv", "paper\tyear\n7\t1950\n9\t1843\n8\t1936\n"),
+            "key": "paper",
+            "time": "year",
+            "labels": {"path": write("venues.csv", "paper,venue\n9,B\n7,A\n"), "key": "paper", "label": "venue"},
+        },
+        "topic": {"path": write("topics.csv", "id\nlogic\n")},
+    }
+    writes = {"path": write("w.csv", "f,l,p\nAlan,T,7\nAda,L,9\nAlan,T,8\n"), "source": ["f", "l"], "target": "p"}
+    writes |= {"source_type": "author", "target_type": "paper", "undirected": True}
+    graph = data(tmp_path, nodes=nodes, edges={"writes": writes}).read()
+    assert isinstance(graph, HeteroData)
+    assert graph["author", "writes", "paper"].edge_index.tolist() == [[1, 0, 1], [0, 1, 2]]
+    assert graph["paper", "rev_writes", "author"].edge_index.tolist() == [[0, 1, 2], [1, 0, 1]]
+    assert graph["paper"].time.tolist() == [1950, 1843, 1936] and graph["paper"].y.tolist() == [0, 1, -1]
+    assert graph["topic"].num_nodes == 1 and "x" not in graph["paper"]
+    torch.testing.assert_close(graph["author"].x, torch.tensor([[-1.0], [1.0]]))
+
+
+def test_nodes_may_be_those_that_edges_name(write: Write, tmp_path: Path) -> None:
+    text = "src,dst,kind,when\n5,3,a,2020-01-02\n3,9,b,2020-01-01\n"
+    source = data(tmp_path, edges={"path": write("e.csv", text), "relation": "kind", "time": "when"}, task="link")
+    graph = source.read()
+    assert graph.num_nodes == 3 and graph.edge_index.tolist() == [[0, 1], [1, 2]]
+    assert graph.edge_type.tolist() == [0, 1] and source.names()["relation"] == ["a", "b"]
+    assert graph.edge_time.tolist() == [1577923200, 1577836800]
+    assert source.names()["node"].to_pylist() == ["5", "3", "9"] and source.extra_facts()["keys"]["node"]["types"] == (
+        "string",
+    )
+
+
+def test_lists_vectors_dates_and_several_labels_of_parquet(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "id": pa.array([10, 20, 30], pa.int64()),
+            "tags": [["a", "b"], [], ["b"]],
+            "vector": pa.array([[1.0, 2.0], [3.0, 4.0], None], pa.list_(pa.float32())),
+            "at": pa.array([0, 10, 20], pa.timestamp("s")),
+            "label": [["p", "q"], None, ["q"]],
+        }
+    )
+    pq.write_table(table, tmp_path / "n.parquet")
+    source = data(tmp_path, nodes={"path": str(tmp_path / "n.parquet"), "label": "label"})
+    graph = source.read()
+    assert graph.y.tolist() == [[1, 1], [-1, -1], [0, 1]] and source.extra_facts()["label_values"] == ["p", "q"]
+    scaled = (1.5) ** 0.5
+    expected = [[1, 1, 1, 2, -scaled], [0, 0, 3, 4, 0], [0, 1, 0, 0, scaled]]
+    torch.testing.assert_close(graph.x, torch.tensor(expected))
+
+
+def test_rare_values_share_a_column(write: Write, tmp_path: Path) -> None:
+    nodes = {
+        "path": write("n.csv", "id,c\n1,a\n2,a\n3,b\n4,b\n5,z\n6,y\n"),
+        "columns": {"c": {"kind": "category", "max_values": 2}},
+    }
+    graph = data(tmp_path, nodes=nodes).read()
+    assert graph.x.tolist() == [[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 1, 0], [0, 0, 1], [0, 0, 1]]
+
+
+def test_an_encoder_of_texts(write: Write, tmp_path: Path) -> None:
+    def lengths(texts: list[str | None]) -> np.ndarray:
+        return np.array([[len(text or ""), 1.0] for text in texts])
+
+    nodes = {
+        "path": write("n.csv", "id,text\n1,hello\n2,\n"),
+        "columns": {"text": {"kind": "text", "encoder": lengths}},
+    }
+    assert data(tmp_path, nodes=nodes).read().x.tolist() == [[5, 1], [0, 1]]
+
+
+def test_wide_features_are_sparse(write: Write, tmp_path: Path) -> None:
+    text = "id,c\n" + "".join(f"{i},v{i % 50}\n" for i in range(200))
+    graph = data(tmp_path, nodes={"path": write("n.csv", text), "columns": {"c": "category"}}).read()
+    assert graph.x.layout == torch.sparse_csr and graph.x.to_dense().sum(1).tolist() == [1] * 200
+
+
+WRONG = {
+    "id,age\nann,20\nann,30\n": "people.csv, line 3: the key 'ann' occurs twice, first in",
+    "id,age\nann,20\n,30\n": "people.csv, line 3: the key 'id' has no value",
+    "id,part\nann,train\nbob,tset\n": "people.csv, line 3: the column 'part' has 'tset', which is no split",
+    "id,age\nann,20\nbob,30,40\n": "people.csv, line 3: expected 2 columns, got 3: 'bob,30,40'",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_node_is_named_with_its_line(text: str, write: Write, tmp_path: Path) -> None:
+    entry = {"path": write("people.csv", text), **({"split": "part"} if "part" in text else {})}
+    with pytest.raises(DataError) as refused:
+        data(tmp_path, nodes=entry).read()
+    assert WRONG[text] in str(refused.value)
+
+
+def test_wrong_values_of_declared_kinds(write: Write, tmp_path: Path) -> None:
+    nodes = {"path": write("n.csv", "id,age,born\n1,20,1999-01-01\n2,old,1999-13-01\n")}
+    for column, kind, said in (
+        ("age", "number", "'old' is not a number"),
+        ("born", "date", "'1999-13-01' is not a date"),
+    ):
+        with pytest.raises(DataError, match=f"n.csv, line 3: the column '{column}': {said}"):
+            data(tmp_path, nodes={**nodes, "features": [column], "columns": {column: kind}}).read()
+
+
+def test_wrong_edges_and_labels(write: Write, tmp_path: Path) -> None:
+    nodes = people(write)
+    for text, said in {
+        "source,target\nann,eve\n": "e.csv, line 2: the 'target' 'eve' is not in the node table data.nodes",
+        "source,target\nann,\n": "e.csv, line 2: the key 'target' has no value",
+        "source,target,weight\nann,bob,much\n": "the column of weights 'weight' holds string",
+    }.items():
+        edges = {"path": write("e.csv", text), **({"weight": "weight"} if "weight" in text else {})}
+        with pytest.raises(DataError, match=said):
+            data(tmp_path, nodes=nodes, edges=edges).read()
+    apart = {
+        "path": write("p.csv", "id\n1\n2\n"),
+        "labels": {"path": write("l.csv", "id,y\n1,a\n2,b\n1,b\n"), "label": "y"},
+    }
+    with pytest.raises(
+        DataError, match="l.csv, line 4: the label 'b'; the same node has the label 'a' in .*l.csv, line 2"
+    ):
+        data(tmp_path, nodes=apart).read()
+
+
+def test_files_of_a_table_have_the_same_columns(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": [1], "a": [1.5]}), tmp_path / "part-0.parquet")
+    pq.write_table(pa.table({"id": [2], "a": ["x"]}), tmp_path / "part-1.parquet")
+    with pytest.raises(
+        DataError, match="the column 'a' holds double in .*part-0.parquet and string in .*part-1.parquet"
+    ):
+        data(tmp_path, nodes=str(tmp_path / "part-*.parquet")).read()
+    pq.write_table(pa.table({"id": [2]}), tmp_path / "part-1.parquet")
+    with pytest.raises(DataError, match="part-0.parquet has the column 'a', and .*part-1.parquet has not"):
+        data(tmp_path, nodes=str(tmp_path / "part-*.parquet")).read()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "neither data.nodes nor data.edges"),
+        ({"nodes": {"path": "n.csv", "labl": "y"}}, "did you mean label"),
+        ({"nodes": {"path": "n.csv", "duckdb": "SELECT 1"}}, "data.nodes has path and duckdb"),
+        ({"nodes": {"path": "n.csv", "columns": {"a": "numbr"}}}, "the kind is numbr"),
+        ({"nodes": {"path": "n.csv", "columns": {"a": "text"}}}, "there is no encoder"),
+        ({"nodes": {"a": "a.csv", "b": "b.csv"}, "edges": {"r": "e.csv"}}, "data.edges.r has no source_type"),
+        ({"nodes": {"path": "missing.csv"}}, "data.nodes.path=missing.csv: no such file"),
+    ],
+)
+def test_what_a_user_may_mistype(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(GtrainError, match=said):
+        data(tmp_path, **settings).check_inputs()
+
+
+def test_columns_are_described(write: Write, tmp_path: Path) -> None:
+    source = data(tmp_path, nodes=people(write), edges={"path": write("knows.csv", KNOWS), "weight": "weight"})
+    found = [(fact.table, fact.name, fact.role) for fact in source.columns()]
+    assert found == [
+        *[
+            ("data.nodes", n, r)
+            for n, r in zip(
+                ["id", "age", "city", "label", "part"], ["key", "number", "category", "label", "split"], strict=True
+            )
+        ],
+        *[
+            ("data.edges", n, r)
+            for n, r in zip(["source", "target", "weight"], ["source: node", "target: node", "weight"], strict=True)
+        ],
+    ]
+
+
+@pytest.mark.parametrize("engine", ["duckdb", "polars"])
+def test_a_query(engine: str, write: Write, tmp_path: Path) -> None:
+    pytest.importorskip(engine)
+    path = write("people.csv", PEOPLE)
+    table = f"'{path}'" if engine == "duckdb" else f"read_csv('{path}')"
+    graph = data(tmp_path, nodes={engine: f"SELECT id, age FROM {table} WHERE age IS NOT NULL"}).read()
+    assert graph.num_nodes == 3 and graph.x.shape == (3, 1)
+    with pytest.raises(DataError, match="data.nodes: the query fails"):
+        data(tmp_path, nodes={engine: "SELECT nothing FROM nowhere"}).read()
+
+
+def test_new_data_follow_the_training(write: Write, tmp_path: Path) -> None:
+    from gtrain.data.module import training_of
+
+    trained = data(tmp_path, nodes=people(write), edges=write("knows.csv", KNOWS))
+    trained.prepare_data()
+    training = training_of(trained.open_store())
+    same = data(tmp_path, nodes=people(write), edges=write("knows.csv", KNOWS))
+    same.follow(training)
+    assert same.trained is None
+    new = {"path": write("new.csv", "id,age,city\nzoe,60,Paris\nyan,30,\n"), "label": "label", "split": "part"}
+    other = data(tmp_path, nodes=new, edges=write("new_edges.csv", "source,target,weight\nzoe,yan,1\n"))
+    other.follow(training)
+    other.prepare_data()
+    store = other.open_store()
+    assert store.facts["num_classes"] == 2 and store.facts["label_values"] == ["x", "y"]
+    deviation = (200 / 3) ** 0.5
+    x = torch.cat([torch.as_tensor(np.array(store.node("x", p))) for p in range(store.num_parts)])
+    torch.testing.assert_close(x, torch.tensor([[30 / deviation, 0, 0, 0, 0], [0, 0, 0, 0, 1]]))
+
+
+def test_labelled_new_data_are_the_test_split(write: Write, tmp_path: Path) -> None:
+    from gtrain.data.module import training_of
+
+    trained = data(tmp_path, nodes=people(write), edges=write("knows.csv", KNOWS))
+    trained.prepare_data()
+    new = {"path": write("new.csv", "id,age,city,label\nzoe,60,Rome,y\nyan,30,Rome,\n"), "label": "label"}
+    other = data(tmp_path, nodes=new)
+    other.follow(training_of(trained.open_store()))
+    other.prepare_data()
+    assert other.facts["split"]["sizes"] == {"train": 0, "val": 0, "test": 1}
+    write("new.csv", "id,age,city,label\nzoe,60,Rome,z\n")
+    wrong = data(tmp_path, nodes=new)
+    wrong.follow(training_of(trained.open_store()))
+    with pytest.raises(DataError, match="new.csv, line 2: the label 'z' is none of the checkpoint's 2 classes: x, y"):
+        wrong.prepare_data()
