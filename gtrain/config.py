@@ -183,6 +183,11 @@ class ClusterConfig(Settings):
         "`cluster=local` and `cluster=ray`",
         least=0,
     )
+    grace_seconds: float = setting(
+        20.0,
+        "time limit of the checkpoint that the ranks save after SIGTERM, before they are killed; by gtrain's agent",
+        least=0,
+    )
     standalone: list[str] = setting(
         [], "roles whose servers are started by hand with `gtrain serve`, and not by the workers' commands"
     )

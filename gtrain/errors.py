@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -148,6 +149,18 @@ class RankFailedError(GtrainError):
     def __init__(self, message: str, *, hint: str | None = None, external: bool = False) -> None:
         super().__init__(message, hint=hint)
         self.external = external
+
+
+class InterruptedRunError(SystemExit):
+    """Training ended early, after a checkpoint, because a process of the job received SIGTERM."""
+
+    echo = True  # a process is named only if no other failed
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+    def __str__(self) -> str:
+        return "saved a checkpoint and ended, because a process of the job received SIGTERM"
 
 
 def restored(description: Mapping[str, Any]) -> GtrainError:

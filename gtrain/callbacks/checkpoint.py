@@ -14,9 +14,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from gtrain.errors import ConfigError
+from gtrain.errors import ConfigError, InterruptedRunError
+from gtrain.launch import slot as slots
 from gtrain.object_store import is_address
 from gtrain.strategy import checkpoint as checkpoints
+from gtrain.strategy.base import GraphStrategy
 
 log = logging.getLogger("gtrain")
 
@@ -30,7 +32,7 @@ def unknown_monitor(key: str, monitor: str, logged: Iterable[str]) -> ConfigErro
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """Lightning's ``ModelCheckpoint`` with six differences.
+    """Lightning's ``ModelCheckpoint`` with seven differences.
 
     1. A resumed run keeps the best checkpoint of the interrupted run. Each run has its folder, and Lightning resets the
        best score when the folder changes: the test would use the best of the remaining epochs, not of all.
@@ -43,12 +45,18 @@ class RunCheckpoint(ModelCheckpoint):
        Without a monitored score they do what Lightning does.
     6. ``dirpath`` may be an address with any protocol of :mod:`gtrain.strategy.remote_checkpoint`; Lightning takes
        ``file://`` for a local path. A resumed run never deletes checkpoints outside of it.
+    7. After SIGTERM all ranks finish the same step, write ``last.ckpt`` and end; see
+       :meth:`gtrain.GraphStrategy.interrupted`. If this is the last step of an epoch, they end with the
+       epoch. Lightning would end each rank after the step that it is in, without a checkpoint.
 
     Attributes:
         best_epoch: the epoch of the best checkpoint; None before the first, and without ``monitor``.
     """
 
     best_epoch: int | None = None
+    _watches = False
+    _stepped = 0  # global step after which the ranks agreed last on whether to end
+    _ends = False
 
     def __init__(self, dirpath: str | Path | None = None, *args: Any, **kwargs: Any) -> None:
         super().__init__(dirpath, *args, **kwargs)
@@ -58,6 +66,23 @@ class RunCheckpoint(ModelCheckpoint):
         self._saves_within_epochs = within_epochs and self.monitor is not None and bool(self.save_last)
         if self._saves_within_epochs:
             self._every_n_epochs = 1
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Watch for SIGTERM, and let the agent know that this rank saves a checkpoint after it."""
+        super().on_train_start(trainer, pl_module)
+        self._stepped = trainer.global_step
+        strategy = trainer.strategy
+        if isinstance(strategy, GraphStrategy) and strategy.saves_on_request:
+            strategy.interruption.watch(trainer.received_sigterm)
+            self._watches = True
+            slots.report("saves on request", value=True)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let the agent know that this rank need not save anything any more."""
+        super().on_train_end(trainer, pl_module)
+        if self._watches:
+            self._watches = False
+            slots.report("saves on request", value=False)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -70,6 +95,13 @@ class RunCheckpoint(ModelCheckpoint):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
             # Lightning skips a step that it has saved: the end of the epoch still has to be saved.
             self._last_global_step_saved = saved
+        if self._watches and trainer.global_step > self._stepped:
+            self._stepped = trainer.global_step  # a batch whose gradients are accumulated is not a step
+            assert isinstance(trainer.strategy, GraphStrategy)
+            self._ends = trainer.strategy.interrupted()
+            if self._ends and not trainer.is_last_batch:
+                self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+                raise InterruptedRunError
 
     def _is_due(self, trainer: pl.Trainer) -> bool:
         if self._train_time_interval is None:
@@ -118,7 +150,11 @@ class RunCheckpoint(ModelCheckpoint):
         return {**super().state_dict(), "best_epoch": self.best_epoch}
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save the epoch as the last, and as the best if it is."""
+        """Save the epoch as the last, and as the best if it is.
+
+        Raises:
+            InterruptedRunError: a rank received SIGTERM.
+        """
         self._check_monitor(trainer)
         every = trainer.check_val_every_n_epoch
         validated = every is None or (trainer.current_epoch + 1) % every == 0
@@ -127,8 +163,10 @@ class RunCheckpoint(ModelCheckpoint):
         due = self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
         # Lightning skips a step that it has saved already
         skipped = self._should_skip_saving_checkpoint(trainer) or not self._should_save_on_train_epoch_end(trainer)
-        if self.save_last and due and not skipped:
+        if self.save_last and (due or self._ends) and not skipped:
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+        if self._ends:
+            raise InterruptedRunError
 
     def _check_monitor(self, trainer: pl.Trainer) -> None:
         """Raise if the first validated epoch did not log the monitored score.

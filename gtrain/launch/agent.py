@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gtrain.errors import GtrainError, RankFailedError, SilentRankError
+from gtrain.errors import GtrainError, InterruptedRunError, RankFailedError, SilentRankError
 from gtrain.launch import cuda, links
 from gtrain.launch.children import PRELOAD, Child, ProcessSpec
 from gtrain.launch.job import Job, process_specs
@@ -32,6 +32,8 @@ from gtrain.memory.limits import usable_memory
 from gtrain.record import events
 
 GRACE_AFTER_LOSS_SECONDS = 10.0  # how long workers of a lost machine may run on after all others have ended
+_ENDS_JOB = (SilentRankError.__name__, InterruptedRunError.__name__)
+"""Failures of which no single process recovers: it would wait for the silent peer too, or all others end as well."""
 ECHO_SECONDS = 0.5  # after the first failure, how long to wait for reports of an earlier cause
 
 
@@ -84,6 +86,9 @@ def supervise(job: Job, make_specs: Callable[[], Sequence[ProcessSpec]]) -> None
             for spec in make_specs():
                 job.children.append(job.start(spec, 0))
             failed = _watch(job)
+        except SystemExit:
+            _let_ranks_save(job)
+            raise
         finally:
             _end(job)
             for listener in job.listeners:
@@ -204,8 +209,8 @@ def _restart_dead(job: Job, selector: selectors.BaseSelector) -> None:
     for index, child in enumerate(job.children):
         if child.joined or child.restarts >= child.spec.restarts or not died_of_external_cause(child):
             continue
-        if child.failure is not None and child.failure["type"] == SilentRankError.__name__:
-            continue  # a restarted process would wait for the silent peer too
+        if child.failure is not None and child.failure["type"] in _ENDS_JOB:
+            continue
         with contextlib.suppress(KeyError):
             selector.unregister(child.reports)
         child.close()
@@ -243,11 +248,31 @@ def _continue_without(job: Job, selector: selectors.BaseSelector) -> None:
 # ---------------------------------------------------------------------------------------------------- ending
 
 
+def _let_ranks_save(job: Job) -> None:
+    """After SIGTERM or SIGHUP: wait until the ranks have saved a checkpoint and ended, ``job.grace_seconds`` at most.
+
+    A server that was started by hand ends when the job does. A second signal ends the wait.
+    """
+    ranks = [child for child in job.lasting if child.slot.role == WORKER]
+    for child in ranks:
+        child.read_reports()
+    if not job.lasting or not all(child.saves_on_request or child.status is not None for child in ranks):
+        return
+    for child in ranks:
+        child.signal(signal.SIGTERM)
+    what = "the ranks save a checkpoint after their step" if ranks else "the server waits for the end of the job"
+    text = f"{what}, for up to {job.grace_seconds:g} s; a second signal ends the job at once"
+    print(f"gtrain: {text}", file=sys.stderr, flush=True)
+    deadline = time.monotonic() + job.grace_seconds
+    for child in job.lasting:
+        _wait_for_end(child, deadline)
+
+
 def _end(job: Job) -> None:
-    """End all children: SIGTERM, then SIGKILL to each child's process group."""
+    """End all children by their signal, and by SIGKILL to each child's process group."""
     start_time = time.monotonic()
     for child in job.children:
-        child.signal(signal.SIGTERM)
+        child.signal(child.spec.stop_signal)
     # Every limit counts from the start, so the shortest come first and no child waits for another's.
     for child in sorted(job.children, key=lambda child: child.spec.stop_seconds):
         _wait_for_end(child, start_time + child.spec.stop_seconds)
@@ -277,7 +302,9 @@ def terminate_on_signals() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     try:
-        before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGHUP)}
+        kept = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN  # a keeper, whose rank ends it
+        numbers = [signal.SIGHUP] if kept else [signal.SIGTERM, signal.SIGHUP]
+        before = {number: signal.signal(number, stop) for number in numbers}
     except ValueError:  # only the main thread may set handlers
         yield
         return
@@ -327,7 +354,8 @@ def error_for(child: Child, of: int, log_dir: Path) -> GtrainError:
         return GtrainError(failure["message"], hint=failure["hint"])
     log, external = log_path(log_dir, child.slot.label), died_of_external_cause(child)
     if failure is not None:
-        hint = f"the full traceback is in {log}"
+        interrupted = failure["type"] == InterruptedRunError.__name__
+        hint = None if interrupted else f"the full traceback is in {log}"
         return RankFailedError(f"{describe_end(child, of)}", hint=hint, external=external)
     killed = child.status == -signal.SIGKILL and child.silent_seconds is None
     advice = "the kernel kills with SIGKILL when memory runs out; " if killed else ""
@@ -341,6 +369,8 @@ def error_for(child: Child, of: int, log_dir: Path) -> GtrainError:
 def describe_end(child: Child, of: int) -> str:
     """Describe how a process ended, as a clause: ``rank 2 of 4 (machine 1) was killed by SIGKILL``."""
     where = f"{child.slot.label} of {of} (machine {child.slot.node})"
+    if child.failure is not None and child.failure["type"] == InterruptedRunError.__name__:
+        return f"{where} {child.failure['message']}"
     if child.failure is not None:
         return f"{where} failed with {child.failure['type']}: {child.failure['message'] or 'no message'}"
     status = child.status or 0

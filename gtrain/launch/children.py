@@ -46,7 +46,8 @@ class ProcessSpec:
         task: a function, or ``package.module:function``.
         args: its arguments.
         restarts: how many times the process may be restarted.
-        stop_seconds: time between SIGTERM and SIGKILL.
+        stop_signal: the signal that ends the process; with another one than SIGTERM the process ignores SIGTERM.
+        stop_seconds: time between this signal and SIGKILL.
         listener: the socket of a server.
         lasting_file: an anonymous file (``memfd``) that the agent keeps open for the state that a restarted server
             continues from; None for a process that is not restarted.
@@ -60,6 +61,7 @@ class ProcessSpec:
     task: str | Callable[..., Any]
     args: Sequence[Any] = ()
     restarts: int = 0
+    stop_signal: signal.Signals = signal.SIGTERM
     stop_seconds: float = GRACE_SECONDS
     listener: Listener | None = None
     lasting_file: int | None = None
@@ -85,6 +87,7 @@ class Child:
     failure: dict[str, Any] | None = None
     stopping: bool = False  # the agent has sent it a signal to end
     joined: bool = False  # it takes part in the job; no restarted process could take its place
+    saves_on_request: bool = False  # it reported that after SIGTERM it saves a checkpoint and ends
     may_be_lost: bool = False  # it reported that the job can continue without its machine
     lost: bool = False  # a worker of its machine died, and the job continues without the machine
     silent_seconds: float | None = None  # how long it was silent when the agent killed it
@@ -125,6 +128,8 @@ class Child:
                 self.done = True
             case "may be lost":
                 self.may_be_lost = message["value"]
+            case "saves on request":
+                self.saves_on_request = message["value"]
             case "joined":
                 self.joined = True
             case "say":
@@ -251,6 +256,8 @@ def _run_child(
         os.setpgid(0, 0)  # Ctrl-C reaches only the agent, which ends the processes in order
         for number in ENDING_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
+        if spec.stop_signal != signal.SIGTERM:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # A process outside the terminal's foreground group is stopped when it reads from the terminal.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         context = make_context(write_end)
@@ -289,19 +296,20 @@ def die_with_parent(parent: int) -> None:
 
 
 def stop_event() -> threading.Event:
-    """Return an event that the first SIGTERM or SIGINT sets; a second one ends the process.
+    """Return an event that the first SIGTERM or SIGINT sets; a second one ends the process. Ignored signals stay so.
 
     Call it before any thread is started. The signals are blocked and a thread waits for them: a handler could run while
     the main thread holds the event's lock, and setting the event would deadlock.
     """
     event = threading.Event()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # threads that start later inherit it
+    numbers = [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # threads that start later inherit it
     watch_stacks_signal()
 
     def wait() -> None:
-        signal.sigwait(_STOP_SIGNALS)
+        signal.sigwait(numbers)
         event.set()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)  # this thread receives the second signal
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # this thread receives the second signal
         signal.pause()
 
     threading.Thread(target=wait, name="gtrain-stop", daemon=True).start()

@@ -18,6 +18,8 @@ from gtrain.settings import part
 SERVER = "gtrain.strategy.server:run"  # the task of a server process, which calls the function of its role
 STORE_SERVER = "gtrain.launch.job_store:serve_store"
 STORE = "store"
+SAVE_SECONDS = 20.0
+"""Time for a checkpoint after SIGTERM: with the 10 s of servers it fits into the 30 s of Kubernetes and SLURM."""
 STORE_SLOT = Slot(STORE, 0, 0, 0)
 """The process that serves the key-value store if rank 0 may be restarted."""
 
@@ -35,6 +37,7 @@ class Job(JobBase):
         end_descriptor: becomes readable when the job is over; for an agent that has only servers.
         line: a connection to the key-value store, which closes when the job ends.
         result: descriptor of the file for rank 0's return value, or None.
+        grace_seconds: how long ranks may take after SIGTERM to save a checkpoint.
         listeners: the sockets of the servers.
         memories: descriptors of the files in which restarted servers keep their state.
         children: the processes, one per specification.
@@ -48,6 +51,7 @@ class Job(JobBase):
     end_descriptor: int | None = None
     line: socket.socket | None = None
     result: int | None = None
+    grace_seconds: float = SAVE_SECONDS
     listeners: list[Listener] = field(default_factory=list)
     memories: list[int] = field(default_factory=list)
     children: list[Child] = field(default_factory=list)

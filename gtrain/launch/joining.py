@@ -175,6 +175,7 @@ def run_server(cfg: DictConfig, plan: RolePlan, store_location: StoreLocation, k
         config=cfg,
         key_file=key_file,
         roster=ServerRoster({plan.name: plan.count}, {}, key_file),
+        grace_seconds=cfg.cluster.grace_seconds,
     )
 
     def specs() -> list[ProcessSpec]:

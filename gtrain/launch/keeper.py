@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,8 @@ def _run_keeper(rank: int, pipe: int, rank_info: RankInfo, plans: Sequence[RoleP
     try:
         die_with_parent(rank)
         os.setpgid(0, 0)  # a Ctrl-C in the terminal then reaches the rank, which stops the servers in order
+        # SLURM sends it to every process of a job: the ranks still need the servers, for a checkpoint
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # The first line starts the servers; an empty object, or the end of the pipe, means that none are needed.
         message = json.loads(os.read(pipe, 65536).split(b"\n")[0] or b"{}")
         if message:
@@ -135,7 +138,7 @@ def _run_keeper(rank: int, pipe: int, rank_info: RankInfo, plans: Sequence[RoleP
                 key_file=message["key_file"],
                 end_descriptor=pipe,
             )
-            run(job, lambda: server_specs(job))
+            run(job, lambda: [replace(spec, stop_signal=signal.SIGINT) for spec in server_specs(job)])
     except SystemExit:
         code = 1
     except BaseException as error:  # noqa: BLE001 - the rank must not wait for servers that are gone

@@ -155,11 +155,20 @@ class SavedCheckpoint(NamedTuple):
         name: ``last`` or ``best``.
         path: its folder, without the suffix that it has while it is replaced.
         epochs: number of completed epochs.
+        within_epoch: whether it was written within the epoch after them.
+        step: number of steps of the optimizer.
     """
 
     name: str
     path: Path
     epochs: int
+    within_epoch: bool
+    step: int
+
+    @property
+    def reached(self) -> str:
+        """How far the run was, in words."""
+        return f"within epoch {self.epochs + 1}" if self.within_epoch else f"after epoch {self.epochs}"
 
 
 def last_checkpoint(run_dir: Path) -> SavedCheckpoint | None:
@@ -169,7 +178,9 @@ def last_checkpoint(run_dir: Path) -> SavedCheckpoint | None:
         for suffix in ("", ".old"):
             try:
                 manifest = json.loads((path.with_name(path.name + suffix) / "manifest.json").read_text())
-                return SavedCheckpoint(name, path.absolute(), int(manifest["epoch"]) + 1)
+                within = bool(manifest.get("within_epoch"))
+                epochs, step = int(manifest["epoch"]) + (not within), int(manifest.get("global_step") or 0)
+                return SavedCheckpoint(name, path.absolute(), epochs, within, step)
             except (OSError, ValueError, KeyError, TypeError):
                 continue
     return None
@@ -189,7 +200,7 @@ def how_to_resume(run_dir: Path) -> str:
     checkpoint = last_checkpoint(run_dir)
     if checkpoint is None:
         return "no checkpoint exists yet: the same command starts from the beginning"
-    return f"to resume after epoch {checkpoint.epochs}, run the same command with ckpt_path={checkpoint.name}"
+    return f"to resume {checkpoint.reached}, run the same command with ckpt_path={checkpoint.name}"
 
 
 def _identities_of(run_dir: Path) -> Iterator[str]:

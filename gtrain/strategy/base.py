@@ -54,6 +54,8 @@ from gtrain.strategy.device_group import connect_devices
 from gtrain.strategy.folder_sharing import FolderSharing
 from gtrain.strategy.gradients import average_statistics, sum_gradients
 from gtrain.strategy.group import Group, form_group
+from gtrain.strategy.interruption import Interruption
+from gtrain.strategy.metric_states import METRICS, metric_states, module_metrics, restore_metrics
 from gtrain.strategy.preparation import prepare
 from gtrain.strategy.rank_devices import device_of, sharing
 from gtrain.strategy.remote_checkpoint import LocalCopies
@@ -129,6 +131,7 @@ class GraphStrategy(ParallelStrategy):
         self._exact: ExactDropout | None = None
         self._sharing: FolderSharing | None = None
         self._copies: LocalCopies | None = None
+        self.interruption = Interruption()
         self.counters = Counters()
         self.group = Group(counters=self.counters)
         self._group_formed = self._accumulating = False
@@ -543,7 +546,9 @@ class GraphStrategy(ParallelStrategy):
         weight = output.get("weight") if isinstance(output, Mapping) else None
         if weight is None:
             weight = batch.seeds.numel() if isinstance(batch, (Data, HeteroData)) and "seeds" in batch else 1
-        total = float(self.group.all_reduce(torch.tensor([float(weight)], dtype=torch.float64)))
+        own = torch.tensor([float(weight), float(self.interruption.requested)], dtype=torch.float64)
+        total, requests = self.group.all_reduce(own).tolist()
+        self.interruption.settle(requests)
         return float(weight) / total if total > 0 else 0.0
 
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -570,6 +575,18 @@ class GraphStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------------------ checkpoints
 
+    @property
+    def saves_on_request(self) -> bool:
+        """Whether ranks that receive SIGTERM save a checkpoint together after a step; see :meth:`interrupted`.
+
+        The base's :meth:`loss_share` tells all ranks. A backend that overrides it passes the request on itself.
+        """
+        return self.lockstep and type(self).loss_share is GraphStrategy.loss_share
+
+    def interrupted(self) -> bool:
+        """Whether to save a checkpoint after this step and to end; the same on all ranks, which call it together."""
+        return self.interruption.requested if self.world_size == 1 else self.interruption.agreed
+
     # setup converts parameters to their precision.
     restore_checkpoint_after_setup = True
 
@@ -593,6 +610,8 @@ class GraphStrategy(ParallelStrategy):
         shard = self.shard_state()
         if not self.lockstep:
             shard = {"own": {name: checkpoint[name] for name in _PER_RANK if name in checkpoint}, "shard": shard}
+        if self._within_epoch:
+            shard = {**shard, METRICS: metric_states(module_metrics(self.lightning_module))}
         checkpoints.save(
             self.group,
             filepath,
@@ -606,6 +625,15 @@ class GraphStrategy(ParallelStrategy):
             self.run_folder,
             None if self.data is None else training_of(self.data.open_store()),
         )
+
+    @property
+    def _within_epoch(self) -> bool:
+        """Whether an epoch has started and not ended."""
+        if not self.fitting:
+            return False
+        assert self.trainer is not None
+        epochs = self.trainer.fit_loop.epoch_progress.current
+        return epochs.processed < epochs.started  # type: ignore[attr-defined, no-any-return]
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         location = checkpoints.located(checkpoint_path)
@@ -653,6 +681,8 @@ class GraphStrategy(ParallelStrategy):
             if self.is_global_zero:
                 checkpoints.verify_files(folder)
             self.load_shard_files(folder)
+        if self.fitting:
+            restore_metrics(module_metrics(self.lightning_module), loaded.shard.get(METRICS, {}), updated=False)
         if self.lockstep:
             self.load_shard_state(loaded.shard)
             return loaded.checkpoint

@@ -140,6 +140,13 @@ class _Contents:
     strategy: str | None
     training: Mapping[str, Any] | None
 
+    @property
+    def within_epoch(self) -> bool:
+        """Whether an epoch had started and not ended."""
+        loops = self.checkpoint.get("loops")
+        epochs = loops["fit_loop"]["epoch_progress"]["current"] if loops else {"started": 0, "processed": 0}
+        return bool(epochs["processed"] < epochs["started"])
+
     def write_trainer(self, folder: Path, near: Path) -> None:
         """Write rank 0's file; ``near`` is a checkpoint beside which earlier ones may be, for messages."""
         with _writing(folder / TRAINER, folder, near):
@@ -162,6 +169,7 @@ class _Contents:
             "world_size": self.group.size,
             "epoch": self.checkpoint.get("epoch"),
             "global_step": self.checkpoint.get("global_step"),
+            "within_epoch": self.within_epoch,
             "model": {"class": _model_name(self.module), "tensors": _shapes(self.checkpoint["state_dict"])},
             "numbering": self.numbering,
             "training": self.training,
@@ -218,7 +226,8 @@ def _save_remote(contents: _Contents, remote: RemoteCheckpoint, run_folder: Path
     if group.rank == 0 and not group.passed() and remote.is_written:
         remote.finish(contents.manifest(**remote.added()))
         if run_folder is not None:
-            _point(pointer, {"address": remote.address, "epoch": contents.checkpoint.get("epoch")})
+            reached = {name: contents.checkpoint.get(name) for name in ("epoch", "global_step")}
+            _point(pointer, {"address": remote.address, **reached, "within_epoch": contents.within_epoch})
     group.barrier()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 
@@ -27,3 +28,23 @@ class KillRank(pl.Callback):
         if due and not (self._once and self._record.exists()):
             self._record.write_text(str(os.getsid(0)))
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Terminate(pl.Callback):
+    """Send SIGTERM, as before a preemption, while a rank takes a step.
+
+    Args:
+        rank: the rank that sends it.
+        epoch: the epoch, from 0.
+        step: the step of the epoch, from 0.
+        record: file that the rank creates before; it sends nothing if the file exists.
+        to_agent: whether to send it to the process that started the rank, or else to the rank.
+    """
+
+    def __init__(self, rank: int, epoch: int, step: int, record: str, to_agent: bool = True) -> None:
+        self._when, self._record, self._to_agent = (rank, epoch, step), Path(record), to_agent
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
+        if (trainer.global_rank, trainer.current_epoch, index) == self._when and not self._record.exists():
+            self._record.touch()
+            os.kill(os.getppid() if self._to_agent else os.getpid(), signal.SIGTERM)

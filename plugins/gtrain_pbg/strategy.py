@@ -352,6 +352,14 @@ class PBGStrategy(GraphStrategy):
 
     # ------------------------------------------------------------------------------------------ checkpoints
 
+    @property
+    def saves_on_request(self) -> bool:
+        """On one machine, whose workers take steps together; several machines train different buckets."""
+        return self.num_nodes == 1
+
+    def interrupted(self) -> bool:
+        return bool(self.group.all_reduce(torch.tensor([int(self.interruption.requested)]), "max"))
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Write the last checkpoint after an edge chunk, with ``strategy.checkpoint_chunks``."""
         trainer, chunk = self.trainer, self._worker.done if self._worker is not None else 0

@@ -26,21 +26,19 @@ from gtrain.nn import deferred, tables
 from gtrain.protocols import DealsEdges, MultipliesRows
 from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.gradients import sum_gradients
+from gtrain.strategy.metric_states import METRICS
 from gtrain_ps import SERVES
 from gtrain_ps.checkpoints import export, read_blocks, write_blocks
 from gtrain_ps.config import PsConfig, make_folder
 from gtrain_ps.costs import Load
 from gtrain_ps.placement import Placement, spreading_multiplier
 from gtrain_ps.server.service import DTYPES
-from gtrain_ps.worker import lightning_state
 from gtrain_ps.worker.batches import BatchSource, RowSource, WholeGraph, WorkerBatches
 from gtrain_ps.worker.planning import estimate_load, plan_of, rules_of
 from gtrain_ps.worker.restarts import ROLE, RestartingStrategy
 from gtrain_ps.worker.row_table import RowTable, is_rows
 from gtrain_ps.worker.served_table import ServerTableStorage
 from gtrain_ps.worker.steps import flat_gradients, send_step, set_gradients
-
-METRICS = "@meters"  # key in a worker's state of a checkpoint
 
 
 class PsStrategy(RestartingStrategy):
@@ -245,7 +243,8 @@ class PsStrategy(RestartingStrategy):
     def sum_gradients(self) -> None:
         """Send the step to the servers, and receive the sum of the other layers' gradients."""
         rest = self._rest()
-        self._send_step(None if self.settings.rest == "allreduce" else flat_gradients(rest, self.worker_device))
+        requested, by_servers = self.interruption.requested, self.settings.rest == "server"
+        self._send_step(flat_gradients(rest, self.worker_device, requested) if by_servers else None)
         if self.settings.rest == "allreduce":
             sum_gradients(self.group, rest)
         self._receive_step(rest)
@@ -278,8 +277,13 @@ class PsStrategy(RestartingStrategy):
 
     def _receive_sums(self, rest: list[Parameter]) -> None:
         replies = [request.result() for request in self._pending_sums.popleft()]
-        if self.settings.rest == "server" and rest:
-            set_gradients([reply.tensors[0] for reply in replies], rest, self.worker_device)
+        if self.settings.rest == "server":
+            requests = set_gradients([reply.tensors[0] for reply in replies], rest, self.worker_device)
+            self.interruption.settle(requests)
+
+    @property
+    def saves_on_request(self) -> bool:
+        return True
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, *args, **kwargs)
@@ -314,9 +318,7 @@ class PsStrategy(RestartingStrategy):
 
     def shard_state(self) -> dict[str, Any]:
         self._catch_up()
-        if not self._within_epoch:
-            return {METRICS: {}}
-        return {METRICS: lightning_state.metric_states(lightning_state.module_metrics(self._module))}
+        return {METRICS: {}}  # its absence shows that another number of workers wrote the checkpoint
 
     def shard_files(self, folder: Path) -> None:
         write_blocks(folder, self.served_tables, self._assigned_servers)
@@ -330,13 +332,6 @@ class PsStrategy(RestartingStrategy):
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-    @property
-    def _within_epoch(self) -> bool:
-        """Whether an epoch has started and not ended."""
-        assert self.trainer is not None
-        epochs = self.trainer.fit_loop.epoch_progress.current
-        return self.fitting and epochs.processed < epochs.started  # type: ignore[attr-defined]
 
     def load_tables(self, rows: Mapping[str, SavedRows]) -> None:
         if self.is_global_zero:
@@ -367,12 +362,8 @@ class PsStrategy(RestartingStrategy):
         self.group.barrier()
 
     def load_shard_state(self, state: dict[str, Any]) -> None:
-        if not self.fitting:
-            return
-        if METRICS not in state:
+        if self.fitting and METRICS not in state:
             raise CheckpointError(
                 f"the checkpoint has no state of worker {self.global_rank} of {self.world_size}.",
                 hint="set trainer.num_nodes and trainer.devices as in the run that wrote it.",
             )
-        metrics = lightning_state.module_metrics(self._module)
-        lightning_state.restore_metrics(metrics, state[METRICS], updated=False)

@@ -92,6 +92,7 @@ class _Steps:
     def __init__(self, loader: SeedLoader, whole: Data | HeteroData, host: Data | HeteroData) -> None:
         self._loader, self._whole, self._host = loader, whole, host
         self._seeds: Tensor | EdgeSeeds | None = None
+        self._first = self._done = 0  # step of the next iteration's start; steps of the epoch that were yielded
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -99,4 +100,15 @@ class _Steps:
     def __iter__(self) -> Iterator[Data | HeteroData]:
         if self._seeds is None:
             self._seeds = self._loader.seeds(self._host)
-        return self._loader.steps(self._whole, self._seeds)
+        self._done, self._first = self._first, 0
+        for batch in self._loader.steps(self._whole, self._seeds, self._done):
+            self._done += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of the epoch's steps that were taken."""
+        return {"done": self._done % len(self)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Resume an epoch: the next iteration starts behind the steps that were taken."""
+        self._first = state["done"]

@@ -191,21 +191,22 @@ class SeedLoader:
         """
         return int(key(self.seed, SPLITS.index(self.split), epoch if self.split == "train" else 0, step))
 
-    def steps(self, graph: Batch, seeds: Tensor | EdgeSeeds | None = None) -> Iterator[Batch]:
+    def steps(self, graph: Batch, seeds: Tensor | EdgeSeeds | None = None, first: int = 0) -> Iterator[Batch]:
         """Yield the whole graph once for each group of its seeds: one epoch without sampling.
 
         Args:
             graph: every node and edge.
             seeds: what :meth:`seeds` returned for it, computed once for all epochs; None computes them.
+            first: number of the first step, in an epoch that is resumed.
         """
         self.refuse_sampling("this strategy draws no neighbours")
         epoch = self.next_epoch()
         seeds = self.seeds(graph) if seeds is None else seeds
         if isinstance(seeds, Tensor):
-            for positions in self.step_positions(seeds.numel(), epoch):
+            for positions in self.step_positions(seeds.numel(), epoch)[first:]:
                 yield with_seeds(graph, seeds[positions])
         else:
-            for step, positions in enumerate(self.step_positions(len(seeds), epoch)):
+            for step, positions in enumerate(self.step_positions(len(seeds), epoch)[first:], first):
                 batch = with_edges(graph, seeds, positions, epoch)
                 batch.random_key = self.random_key(epoch, step)
                 yield batch

@@ -15,7 +15,7 @@ from gtrain.errors import ConfigError
 from gtrain.launch import interpreter, shipping
 from gtrain.launch.agent import start_and_watch, terminate_on_signals
 from gtrain.launch.children import GRACE_SECONDS
-from gtrain.launch.job import check_shape
+from gtrain.launch.job import SAVE_SECONDS, check_shape
 from gtrain.launch.launchers.base import Launcher
 from gtrain.launch.request import TASK, JobRequest
 
@@ -57,6 +57,7 @@ class Local(Launcher):
                 config=cfg,
                 key_file=key_file,
                 attempt=attempt,
+                grace_seconds=cfg.cluster.grace_seconds,
             )
         )
 
@@ -71,6 +72,7 @@ def run_local(
     config: Any = None,
     key_file: str | None = None,
     attempt: int = 0,
+    grace_seconds: float = SAVE_SECONDS,
 ) -> Any:
     """Run ``task(*args)`` in ``num_nodes * devices`` processes of this machine and wait for all of them.
 
@@ -90,6 +92,8 @@ def run_local(
         config: the configuration of the servers, ``context.config``.
         key_file: path of the job's key file; with it servers listen on TCP with CURVE instead of Unix sockets.
         attempt: how many times the job was started before; its logs are then appended.
+        grace_seconds: how long ranks may take after SIGTERM to save a checkpoint; those of a clean interpreter save
+            none.
 
     Returns:
         The return value of rank 0; None, with a message, if it cannot be pickled.
@@ -107,6 +111,7 @@ def run_local(
         "config": config,
         "key_file": key_file,
         "attempt": attempt,
+        "grace_seconds": grace_seconds,
     }
     with shipping.result_file() as result:
         reason = interpreter.fork_obstacle()

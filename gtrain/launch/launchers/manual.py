@@ -58,6 +58,7 @@ class Manual(Launcher):
             roles=plans,
             config=cfg,
             key_file=key_file,
+            grace_seconds=cfg.cluster.grace_seconds,
         )
         if machine == 0:
             with rendezvous.hold(target, key_file is not None, self.wait_seconds(cfg)) as store:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import signal
 import sys
@@ -137,6 +136,19 @@ class ActorProcess(Child):
         return True
 
 
+@dataclass(frozen=True)
+class _Notice:
+    """A notice that nodes of the job are about to leave the cluster.
+
+    Attributes:
+        machines: the machines on them, in words.
+        checkpoint: the last checkpoint when the notice came.
+    """
+
+    machines: str
+    checkpoint: runs.SavedCheckpoint | None
+
+
 @dataclass
 class RayJob(Job):
     """A job whose processes belong to actors.
@@ -157,27 +169,36 @@ class RayJob(Job):
     draining: Callable[[], Mapping[str, int]] = dict
     leaves: str | None = None
     _next_poll: float = 0.0
-    _epochs_at_notice: int | None = None
+    _notice: _Notice | None = None
 
     def is_over(self) -> bool:
-        """Whether a node of the job is about to leave the cluster, and a checkpoint has been written since."""
-        if time.monotonic() < self._next_poll:
+        """Whether a node of the job is about to leave the cluster, and a checkpoint has been written since.
+
+        Ranks that can save a checkpoint within an epoch get SIGTERM, and end after it.
+        """
+        ended = self._notice is not None and any(child.status is not None for child in self.lasting)
+        if time.monotonic() < self._next_poll and not ended:
             return False
         self._next_poll = time.monotonic() + _POLL_SECONDS
         deadlines = self.draining()
         machines = [machine for machine, node in enumerate(self.nodes) if node in deadlines]
-        if not machines:
-            return False
         checkpoint = runs.last_checkpoint(self.log_dir.parent)
-        epochs = 0 if checkpoint is None else checkpoint.epochs
-        names = " and ".join(f"machine {machine}" for machine in machines)
-        if self._epochs_at_notice is None:
-            self._epochs_at_notice = epochs
-            text = f"Ray drains the node of {names}; the job leaves it after the next checkpoint"
-            print(f"gtrain: {text}", file=sys.stderr, flush=True)
-        deadline = min((deadlines[self.nodes[machine]] for machine in machines), key=lambda at: at or math.inf)
-        if epochs > self._epochs_at_notice or 0 < deadline < (time.time() + _LEAVE_SECONDS) * 1000:
-            self.leaves = f"Ray drained the node of {names}"
+        if machines and self._notice is None:
+            saves = bool(self.lasting) and all(child.saves_on_request for child in self.lasting)
+            self._notice = _Notice(" and ".join(f"machine {machine}" for machine in machines), checkpoint)
+            what = "the job leaves it after the next checkpoint"
+            if saves:
+                what = "the ranks save a checkpoint after their step"
+            text = f"gtrain: Ray drains the node of {self._notice.machines}; {what}"
+            print(text, file=sys.stderr, flush=True)
+            for child in self.lasting if saves else ():
+                child.deliver(signal.SIGTERM)
+        if self._notice is None:
+            return False
+        times = [deadlines[self.nodes[machine]] for machine in machines]
+        due = any(0 < deadline < (time.time() + _LEAVE_SECONDS) * 1000 for deadline in times)
+        if ended or due or checkpoint != self._notice.checkpoint:
+            self.leaves = f"Ray drained the node of {self._notice.machines}"
         return self.leaves is not None
 
     def start(self, spec: ProcessSpec, restarts: int, *not_inherited: int) -> Child:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gtrain.protocols import Restartable
 from gtrain.strategy.checkpoint import rng_state, set_rng_state
+from gtrain.strategy.metric_states import metric_states, module_metrics, restore_metrics
 from gtrain_ps.packing import as_bytes, cut_tensors, join, layout_of, pack, split, unpack
 from gtrain_ps.worker import lightning_state
 from gtrain_ps.worker.device import HOST, WorkerDevice
@@ -53,7 +54,7 @@ class ProgressRecorder:
         device: WorkerDevice = HOST,
     ) -> None:
         self._trainer, self._group, self._servers, self._device = trainer, group, servers, device
-        self._overlap, self._metrics = overlap, lightning_state.module_metrics(trainer.lightning_module)
+        self._overlap, self._metrics = overlap, module_metrics(trainer.lightning_module)
         self._recorded_steps = 0
         self._signature: Any = None
         self._run_step = 0  # at which "run" was recorded last
@@ -98,13 +99,13 @@ class ProgressRecorder:
         self._device.synchronize()  # what start_step copied
         metrics = [*lightning_state.logged_metrics(self._trainer), *self._metrics]
         if self._restored is not None:
-            lightning_state.restore_metrics(metrics, self._restored["step"]["meters"])
+            restore_metrics(metrics, self._restored["step"]["meters"])
             self._restored = None
         step = {
             "index": self._index,
             "flying": self._pending_sums,
             "since": self._servers.step - self._run_step,
-            "meters": lightning_state.metric_states(metrics),
+            "meters": metric_states(metrics),
         }
         rank, size, count = self._group.rank, self._group.size, len(self._servers)
         entries: ReplayEntries = [{} for _ in range(count)]

@@ -58,15 +58,21 @@ def send_step(
     return requests
 
 
-def flat_gradients(parameters: list[Parameter], device: WorkerDevice = HOST) -> Tensor:
-    """Return a vector: for each parameter 1 if it has a gradient, else 0, and then the gradients.
+def flat_gradients(parameters: list[Parameter], device: WorkerDevice = HOST, requested: bool = False) -> Tensor:
+    """Return a vector: a request, for each parameter 1 if it has a gradient, else 0, and then the gradients.
 
     It is on the host. If the device is a GPU, it is complete after ``device.synchronize()``.
+
+    Args:
+        parameters: the parameters.
+        device: of the parameters.
+        requested: the request, 1 or 0: whether this worker received SIGTERM; see
+            :class:`gtrain.strategy.interruption.Interruption`.
     """
-    if not parameters:
-        return torch.empty(0)
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
-    present = torch.tensor([float(p.grad is not None) for p in parameters], dtype=dtype)
+    present = torch.tensor([float(requested), *(float(p.grad is not None) for p in parameters)], dtype=dtype)
+    if not parameters:
+        return present
     grads = [torch.zeros_like(p, dtype=dtype) if p.grad is None else p.grad.to_dense().to(dtype) for p in parameters]
     if device.is_host:
         return flatten([present, *grads])
@@ -77,19 +83,25 @@ def flat_gradients(parameters: list[Parameter], device: WorkerDevice = HOST) -> 
     return vector
 
 
-def set_gradients(sums: list[Tensor], parameters: list[Parameter], device: WorkerDevice = HOST) -> None:
+def set_gradients(sums: list[Tensor], parameters: list[Parameter], device: WorkerDevice = HOST) -> float:
     """Set the gradients from the sum of the workers' vectors; None if no worker has a gradient.
 
     Args:
         sums: the parts of the sum, in order.
         parameters: the parameters; their gradients become views of one tensor.
         device: of the parameters.
+
+    Returns:
+        The sum of the workers' requests, perhaps scaled by a positive number.
     """
     if device.is_host:
         vector = torch.cat(sums)
     else:
         vector = torch.cat(sums, out=device.buffer(sum(map(len, sums)), dtype=sums[0].dtype))
-    present = vector[: len(parameters)].tolist()
-    pieces = device.to_device(vector[len(parameters) :]).split([parameter.numel() for parameter in parameters])
+    requests, *present = vector[: 1 + len(parameters)].tolist()
+    if not parameters:
+        return float(requests)
+    pieces = device.to_device(vector[1 + len(parameters) :]).split([parameter.numel() for parameter in parameters])
     for parameter, piece, count in zip(parameters, pieces, present, strict=True):
         parameter.grad = piece.view(parameter.shape).to(parameter.dtype) if count else None
+    return float(requests)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,3 +151,21 @@ def test_a_job_leaves_a_node_after_the_next_checkpoint_or_shortly_before_its_end
     hurried = driver.RayJob(2, 1, tmp_path / "logs", nodes=["first", "second"], draining=lambda: deadlines)
     deadlines["second"] = int((time.time() + 5) * 1000)
     assert hurried.is_over()
+
+
+def test_ranks_that_can_save_get_sigterm_when_a_node_is_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, and the job leaves the node when one of them has ended."""
+    from gtrain.launch.ray import driver
+
+    monkeypatch.setattr(driver, "_POLL_SECONDS", 0.0)
+    job = driver.RayJob(2, 1, tmp_path / "logs", nodes=["first", "second"], draining=lambda: {"second": 0})
+    sent: list[int] = []
+    spec = SimpleNamespace(terminates=True)
+    ranks = [SimpleNamespace(spec=spec, saves_on_request=True, status=None, deliver=sent.append) for _ in range(2)]
+    job.children = ranks  # type: ignore[assignment]
+    assert not job.is_over() and not job.is_over() and sent == [signal.SIGTERM] * 2
+    assert "machine 1; the ranks save a checkpoint after their step" in capsys.readouterr().err
+    ranks[1].status = 143
+    assert job.is_over() and job.leaves == "Ray drained the node of machine 1"

@@ -18,12 +18,13 @@ from gtrain.launch.slot import describe
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
+from gtrain.strategy.metric_states import METRICS
 from gtrain_ps.packing import pack, unpack
 from gtrain_ps.server.collectives import CollectiveResults, Collectives, collective_id
 from gtrain_ps.server.journal import Journal
 from gtrain_ps.server.memory import ServerMemory
 from gtrain_ps.server.replay import StepHistory
-from gtrain_ps.strategy import METRICS, PsStrategy
+from gtrain_ps.strategy import PsStrategy
 from gtrain_ps.worker.group import ServedGroup
 from gtrain_ps.worker.lightning_state import shifted_loops
 from gtrain_ps.worker.progress import _numpy_state
@@ -184,9 +185,7 @@ def test_a_writer_that_returns_still_skips_what_was_written_after_it_gave_its_st
     servers = SimpleNamespace(step=4, passed=lambda: collective_id(4, 0) + 1)
     group = ServedGroup(0, 2, servers, Counters())  # type: ignore[arg-type]
     group.repeating = True
-    strategy = SimpleNamespace(
-        group=group, _within_epoch=False, _catch_up=lambda: None, served_tables={}, global_rank=0
-    )
+    strategy = SimpleNamespace(group=group, _catch_up=lambda: None, served_tables={}, global_rank=0)
     strategy.world_size, strategy.servers = 2, SimpleNamespace(count=lambda role: 2)
     assert PsStrategy.shard_state(strategy) == {METRICS: {}}  # type: ignore[arg-type]
     assert group.passed()
