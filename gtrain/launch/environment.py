@@ -100,6 +100,16 @@ def say_waiting(process: str, seconds: float, note: str = "") -> None:
         os.write(2, f"gtrain: waiting for {process}, {seconds:.0f} s{note}\n".encode())
 
 
+def say_gone(process: str) -> None:
+    """Report that a process has died, if neither the agent nor the launcher does.
+
+    Args:
+        process: its name, ``rank 2 (machine 1)``.
+    """
+    if slots.current() is None and not launchers.detect().names_dead_ranks:
+        os.write(2, f"gtrain: {process} has died\n".encode())
+
+
 class WaitReport:
     """Reports a wait after :data:`SAY_SECONDS`, and then every :data:`REPORT_SECONDS`.
 

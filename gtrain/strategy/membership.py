@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from gtrain.errors import PeerLostError
-from gtrain.launch.environment import WaitReport, say_waiting
+from gtrain.launch.environment import WaitReport, say_gone, say_waiting
 from gtrain.launch.job_store import await_key, job_network, job_store
 from gtrain.launch.settings_check import check_refused
 from gtrain.launch.sockets import listen_here, listen_tcp
@@ -91,6 +91,7 @@ class GroupFormation:
                 self.timeout_seconds,
                 lambda index: self.name_of(members[index]),
                 say_waiting,
+                say_gone,
             )
             mesh.connect(
                 [listener.socket],

@@ -111,6 +111,7 @@ class _Peer:
         self._queue: deque[tuple[int, int, PendingMessage | None]] = deque()
         self._queued = threading.Condition(self.lock)
         self._writing = self._closing = False
+        self._leaving = self._said_goodbye = False  # whether this rank, or the other one, ends the connections in order
         # State of the rendezvous protocol, by tag, each in the order of the calls. Sender: large messages without a
         # READY yet, and the number of READYs without a message yet.
         self._held_back: dict[int, deque[PendingMessage]] = {}
@@ -229,10 +230,14 @@ class _Peer:
                     case FrameKind.STACKS:
                         write_stacks()
                     case FrameKind.BYE:
+                        self._said_goodbye = True
                         raise ConnectionResetError("it left the group")
                     case _:
                         raise ConnectionAbortedError(f"a frame of the unknown type {kind} arrived")
         except Exception as error:  # noqa: BLE001 - every waiting call must end
+            # Before others are woken: an mpirun kills this process within milliseconds after the first.
+            if not (self._leaving or self._said_goodbye or isinstance(error, ConnectionAbortedError)):
+                self.mesh.report_gone(self.rank)
             self.fail(self._gone(error))
         finally:
             source.close()
@@ -324,6 +329,7 @@ class _Peer:
     def close(self) -> None:
         """Send what is queued and a goodbye, then end the threads."""
         with self.lock:
+            self._leaving = True
             if self.lost is None:
                 self._queue.append((FrameKind.BYE, 0, None))
             self._closing = True
@@ -351,6 +357,7 @@ class Mesh:
         timeout_seconds: how long a rank that is waited for may not answer pings.
         name_of: returns the name of a rank in messages, such as ``rank 2 (machine 1)``.
         say: called with the name of the rank that this one has waited for, and the seconds.
+        say_gone: called with the name of the first rank whose connection closed without a goodbye.
     """
 
     def __init__(
@@ -360,8 +367,10 @@ class Mesh:
         timeout_seconds: float,
         name_of: Callable[[int], str] = lambda rank: f"rank {rank}",
         say: Callable[[str, float], None] = lambda name, seconds: None,
+        say_gone: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.rank, self.size, self.name_of = rank, size, name_of
+        self._say_gone: Callable[[str], None] | None = say_gone
         self._timeout_seconds, self._say = timeout_seconds, say
         self._peers = {other: _Peer(self, other) for other in range(size) if other != rank}
         self._waiting: list[int] = []  # ranks that threads of this one wait for
@@ -540,6 +549,12 @@ class Mesh:
                 return
             if peer.lost is not None:
                 raise _copied(peer.lost)
+
+    def report_gone(self, rank: int) -> None:
+        """Report the first rank that is gone without a goodbye: the others go because of it."""
+        say, self._say_gone = self._say_gone, None
+        if say is not None:
+            say(self.name_of(rank))
 
     def _report_wait(self, peer: _Peer, waited: float) -> None:
         other = peer.rank if peer.waits_for < 0 or peer.waits_for >= self.size else peer.waits_for

@@ -49,6 +49,7 @@ class Launcher(ABC):
         starts_ranks: whether gtrain's agent starts the ranks; otherwise this process is a rank already.
         restarts_job: whether it restarts the whole job, ``cluster.max_restarts`` times.
         restart_hint: how to have the job restarted with a launcher that does not.
+        names_dead_ranks: whether the launcher, or the agent, names a rank that was killed.
         ranks_meet: whether this process has met the other ranks; from then on each rank prints its errors.
     """
 
@@ -56,6 +57,7 @@ class Launcher(ABC):
     schema: ClassVar[str] = "cluster"
     starts_ranks: ClassVar[bool] = True
     restarts_job: ClassVar[bool] = False
+    names_dead_ranks: ClassVar[bool] = True
     restart_hint: ClassVar[str] = "leave out cluster.max_restarts, or let gtrain start the ranks: cluster=local."
     ranks_meet: bool = False
 

@@ -39,6 +39,7 @@ class Mpi(ExternalLauncher):
     """mpirun or mpiexec of Open MPI, MPICH or Intel MPI started the ranks."""
 
     name = "mpi"
+    names_dead_ranks = False  # MPICH names a process that it has killed itself
     restart_hint = "leave out cluster.max_restarts: mpirun restarts nothing; run it again with ckpt_path=last."
 
     def __init__(self) -> None:

@@ -143,6 +143,7 @@ def test_who_is_killed_is_named_and_nothing_is_left(victim: str, engine: tuple[s
         assert "gtrain: parameter 0 of 2 (machine 0) was killed by SIGKILL." in text
     elif victim != "mpirun" and "hydra" in engine[0]:  # MPICH names a process, which need not be the first that died
         assert re.search(r"PID \d+ RUNNING AT \S+\s[\s\S]+EXIT CODE: 9", text), text
+        assert f"gtrain: {victim} (machine 0) has died\n" in text, text
     elif victim != "mpirun":
         assert re.search(rf"process {victim} with PID {pid} on node \S+ exited on\ssignal 9", text), text
     log = (tmp_path / "run" / "logs" / "rank-1.log").read_text()
