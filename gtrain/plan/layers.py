@@ -6,6 +6,7 @@ what is alive at its peak.
 
 from __future__ import annotations
 
+from gtrain.model.edge_model import CHUNK
 from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, MEMORY, OVERHEAD, Estimate, NotEstimated, PlannedRun
 from gtrain.plan.workload import ATTENTION, OTHER, Layer
 
@@ -15,6 +16,10 @@ BACKWARD_ATTENTION = 1.5
 """Time of attention's backward pass in forward passes; see docs/benchmarks.md."""
 EDGE_BYTES = 40
 """Bytes of an edge in memory: its ends as int64, and its int32 numbers by target and by source."""
+SCORE_BYTES = 13
+"""Bytes of a score that ranks an edge, and of its comparison, which torch sums as int64; a filtered one is copied."""
+SCORED_PASSES = 6
+"""Reads and writes of the rows of scored edges, forward and backward."""
 OPERATIONS = 60
 """Operations of torch of a layer in a step, forward and backward, and of Lightning around a step."""
 
@@ -91,6 +96,43 @@ def add_layer_time(
             passes=ELEMENT_PASSES if run.workload.dropout else ELEMENT_PASSES / 2, nodes=nodes, width=layer.outputs,
             item=run.workload.item, steps=times, stream=run.stream,
         )  # fmt: skip
+
+
+def add_scored_edges(estimate: Estimate, run: PlannedRun, edges: float, nodes: float, steps: float) -> None:
+    """Add what a link task costs beside the layers: rows of the edges' ends, and ranking held-out edges.
+
+    Args:
+        estimate: to which terms are added.
+        run: the run.
+        edges: true edges that a rank scores in a step.
+        nodes: nodes of a rank, which are candidates.
+        steps: in an epoch.
+    """
+    work, model = run.workload, run.config["model"]
+    rows, dim = 2 + negatives_of(run), work.layers[-1].outputs
+    estimate.add(
+        MEMORY, "rows of scored edges, and their gradients", "2 * edges * rows * dim * item",
+        edges=edges, rows=rows, dim=dim, item=work.item,
+    )  # fmt: skip
+    estimate.add(
+        MEMORY, "scores of held-out edges against all nodes", "each * min(held_out, most / nodes) * nodes",
+        each=SCORE_BYTES + (work.item if model.get("filtered") else 0), held_out=work.num_held_out, most=CHUNK,
+        nodes=nodes,
+    )  # fmt: skip
+    estimate.add(
+        BANDWIDTH, "rows of scored edges", "passes * edges * rows * dim * item * steps / gather",
+        passes=SCORED_PASSES, edges=edges, rows=rows, dim=dim, item=work.item, steps=steps, gather=run.gather,
+    )  # fmt: skip
+
+
+def negatives_of(run: PlannedRun) -> int:
+    """Return the negative targets of an edge in training."""
+    if run.config["data"].get("neg_sampling") is not None:
+        raise NotEstimated("no formula covers data.neg_sampling")
+    negatives = run.config["model"].get("num_negatives")
+    if negatives is None:
+        raise NotEstimated("it is not known how many negative edges the model draws")
+    return int(negatives)
 
 
 def add_step_time(estimate: Estimate, run: PlannedRun, times: float) -> None:

@@ -106,6 +106,7 @@ class Workload:
         unit_entries: whether all of these entries are 1.
         num_classes: classes; 0 in a link task.
         num_relations: relations of a knowledge graph; 0 without.
+        num_held_out: validation or test edges, whichever are more, of a link task; 0 if they are unknown.
         task: ``node`` or ``link``.
         kind: of the model, see :mod:`gtrain.model.kinds`.
         layers: its message-passing layers, in order.
@@ -130,6 +131,7 @@ class Workload:
     unit_entries: bool = False
     num_classes: int = 0
     num_relations: int = 0
+    num_held_out: float = 0
     task: str = "node"
     kind: str | None = None
     layers: tuple[Layer, ...] = ()
@@ -197,6 +199,7 @@ def describe(
         unit_entries=_unit_entries(store),
         num_classes=facts.get("num_classes") or 0,
         num_relations=facts.get("num_relations") or 0,
+        num_held_out=max(map(data.num_seeds, ("val", "test"))) if store is not None and data.task == "link" else 0,
         task=data.task,
         kind=kind,
         layers=sketched,

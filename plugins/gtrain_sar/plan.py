@@ -16,6 +16,7 @@ from gtrain.plan.workload import ATTENTION, OTHER, Layer
 from gtrain_sar.config import MODES
 
 _HIDDEN = 0.65  # of the computation behind transfers, measured: docs/benchmarks.md
+_GATHERED = 1032  # bytes of a small all-gather to each other rank
 _SCALARS, _ANSWERED = 2, 1  # numbers per head beside a target's gradient, and in the answer of a source's owner
 
 
@@ -39,12 +40,16 @@ class SarPlanner(Planner):
         nodes, edges = max(parts.nodes), max(parts.edges)
         layers.add_memory(estimate, run, nodes, edges)
         layers.add_time(estimate, run, nodes, edges, max(parts.seeds))
+        if work.task == "link":
+            layers.add_scored_edges(estimate, run, work.num_seeds / run.ranks, nodes, 1)
         if run.ranks > 1:
             # The rank that sends most; the backward pass sends what the forward pass receives.
             rank = max(range(run.ranks), key=lambda p: parts.halo[p] + parts.served[p])
             for number, layer in enumerate(work.layers, start=1):
                 _add_bytes(estimate, run, parts, rank, number, layer)
                 _add_halo_memory(estimate, run, parts, rank, number, layer)
+            if work.task == "link":
+                _add_edge_bytes(estimate, run, parts, rank)
             estimate.add(SENT, "sum of gradients", "parameters * item", parameters=work.parameters, item=work.item)
             sent = estimate.total(SENT)
             estimate.add(NETWORK, "transfer", "sent / link", sent=sent, link=run.link)
@@ -110,6 +115,27 @@ def _add_attention_bytes(
     estimate.add(
         SENT, f"gradients of layer {number}", "halo * (width + heads) * item",
         halo=halo, width=layer.width, heads=layer.heads, item=item,
+    )  # fmt: skip
+
+
+def _add_edge_bytes(estimate: Estimate, run: PlannedRun, parts: Parts, rank: int) -> None:
+    """Add the embeddings of remote ends of scored edges: sources are in the halo, negatives anywhere."""
+    work, others = run.workload, run.ranks - 1
+    reached = "(1 - exp(-draws / total))"
+    numbers = {"draws": work.num_seeds / run.ranks * layers.negatives_of(run), "total": work.num_nodes}
+    estimate.add(
+        SENT, "ids of remote ends of edges", f"8 * (halo + (remote - halo) * {reached}) + others * header",
+        halo=parts.halo[rank], remote=work.num_nodes - parts.nodes[rank], others=others, header=_GATHERED, **numbers,
+    )  # fmt: skip
+    estimate.add(
+        SENT, "embeddings of ends of edges", f"(served + (others * own - served) * {reached}) * dim * item",
+        served=parts.served[rank], others=others, own=parts.nodes[rank], dim=work.layers[-1].outputs, item=work.item,
+        **numbers,
+    )  # fmt: skip
+    estimate.add(
+        SENT, "gradients of embeddings", f"(halo + (remote - halo) * {reached}) * dim * item",
+        halo=parts.halo[rank], remote=work.num_nodes - parts.nodes[rank], dim=work.layers[-1].outputs, item=work.item,
+        **numbers,
     )  # fmt: skip
 
 

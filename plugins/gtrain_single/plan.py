@@ -25,4 +25,6 @@ class SinglePlanner(Planner):
             wide.add_entries(estimate, run, work.num_seeds)
             wide.add_sparse_rows(estimate, run, work.tables[0], work.num_seeds, 1.0)
         layers.add_time(estimate, run, work.num_nodes, work.num_edges, work.num_seeds / steps, steps)
+        if work.task == "link" and work.layers:
+            layers.add_scored_edges(estimate, run, work.num_seeds / steps, work.num_nodes, steps)
         return estimate

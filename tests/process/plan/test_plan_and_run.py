@@ -29,6 +29,7 @@ def planned(folder: Path, *overrides: str) -> dict[str, Any]:
         pytest.param(("model=gcn",), marks=pytest.mark.slow),
         pytest.param(("model=gat", "model.input_dropout=0"), marks=pytest.mark.slow),
         pytest.param(("model=gin",), marks=pytest.mark.slow),
+        pytest.param(("model=link_sage",), marks=pytest.mark.slow),
     ],
     ids=lambda model: model[0],
 )
