@@ -94,6 +94,7 @@ def summary(
     partition, best = store.manifest.partition, epoch_metrics.best
     return {
         "verb": config["verb"],
+        "config": _as_json(config),
         **choices,
         "num_nodes": config["trainer"]["num_nodes"],
         "devices": config["trainer"]["devices"],
@@ -121,6 +122,17 @@ def summary(
             **{name: version(name) for name in PACKAGES},
         },
     }
+
+
+def _as_json(node: Any) -> Any:
+    """Return a configuration in the types of JSON: NaN and infinity become None, paths and other objects their text."""
+    if isinstance(node, dict):
+        return {str(name): _as_json(value) for name, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [_as_json(value) for value in node]
+    if isinstance(node, float):
+        return _number(node)
+    return node if node is None or isinstance(node, (str, int)) else str(node)
 
 
 def _number(value: float) -> float | None:

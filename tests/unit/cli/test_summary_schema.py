@@ -29,7 +29,8 @@ def content(tmp_path: Path) -> dict[str, Any]:
     recorder.epoch_seconds = [0.5, 1.5]
     recorder.history = [{"epoch": 0, "train/loss": float("nan")}, {"epoch": 1, "train/loss": 0.5}]
     ranks = [report.rank_figures(rank, PeakMemory(), recorder, counters) for rank in range(3)]
-    config = {"verb": "train", "trainer": {"num_nodes": 3, "devices": 1}}
+    stop = {"patience": 2, "threshold": float("inf"), "names": ["a", float("nan")], "folder": Path("run")}
+    config = {"verb": "train", "trainer": {"num_nodes": 3, "devices": 1}, "callbacks": {"stop": stop}}
     choices = {"strategy": "sar", "data": "planted", "model": "gcn"}
     data = SimpleNamespace(work=(40, "nodes/s"), open_store=lambda: store)  # all that a summary asks of a data module
     metrics = {
@@ -55,6 +56,8 @@ def test_what_is_written_is_what_is_promised(content: dict[str, Any]) -> None:
     jsonschema.validate(content, SCHEMA)
     assert content["throughput"] == {"value": 40 * 2 / 2.0, "unit": "nodes/s"}
     assert content["resolved"] == {"strategy.matmul": "int8"}
+    stop = {"patience": 2, "threshold": None, "names": ["a", None], "folder": "run"}
+    assert content["config"]["callbacks"] == {"stop": stop} and content["config"]["trainer"]["num_nodes"] == 3
     undefined = {"test/loss": None, "test/auc": None}
     assert content["metrics"] == {"val/acc": 0.5, "test/acc": 0.75, **undefined, "data/best_acc": 0.9}
     assert content["metrics_epoch"] == {"val/acc": 11, "test/acc": 6, "test/loss": 6, "test/auc": 6}
