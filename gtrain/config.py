@@ -7,7 +7,7 @@ import functools
 import importlib.resources
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,8 +24,8 @@ from gtrain.settings import Settings, as_typed, check, defaults, names_of, neste
 
 VERBS = {
     "train": "fit, then test with the best checkpoint (the default)",
-    "test": "test a checkpoint (ckpt_path=best unless set)",
-    "predict": "write the predictions of a checkpoint for every node (ckpt_path=best unless set) to output=",
+    "test": "test a checkpoint: test run=FOLDER, or ckpt_path=best unless set",
+    "predict": "write the predictions of a checkpoint for every node to output=: predict run=FOLDER, or ckpt_path=best",
     "export": "write the embedding of every node by name (format=npy, parquet, tsv or pbg_hdf5) to output=",
     "partition": "make the partitioned store and print edge cut, halo sizes and balance",
     "schema": "print what becomes of each column of data=tables (format=json for programs)",
@@ -33,6 +33,7 @@ VERBS = {
     "serve": "start one server of role= by hand, at cluster.rendezvous=",
     "key": "make the file cluster.key_file=, with which a job's processes authenticate each other on a network",
     "explain": "print what settings mean: explain KEY, GROUP=OPTION or GROUP, as data.split, strategy=single, trainer",
+    "runs": "list runs with their scores and how they ended: runs [FOLDER] [limit=N] [format=json]",
     "report": "write an HTML page of a run, or a comparison: report RUN... [output=FILE] [files=svg]",
     "trace": "merge the spans of all ranks and servers of a run with debug=profile, for ui.perfetto.dev: trace RUN",
     "watch": "show a run in progress, also one that others started, until it ends: watch RUN",
@@ -43,7 +44,7 @@ PREPARING = ("partition", "schema")
 """The verbs of which one process of one machine does all."""
 APPLYING = ("test", "predict", "export")
 """The verbs that apply a checkpoint."""
-VERBS_WITH_WORDS = ("explain", "report", "trace", "watch")
+VERBS_WITH_WORDS = ("explain", "report", "runs", "trace", "watch")
 """Verbs that are followed by words: topics, or folders of runs."""
 
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
@@ -68,6 +69,12 @@ class JobConfig(Settings):
         "`last` or `best` of the newest run with equal data, model and strategy, a path, or an address such as "
         "`s3://bucket/prefix/last.ckpt`; `train` resumes from it, "
         "`test` and `predict` read it",
+    )
+    run: str | None = setting(
+        None,
+        "folder of an earlier run, or `last`, the newest with a checkpoint: all settings are those of [that run]"
+        "(runs.md), except those on the command line; `train` goes on from its last checkpoint, `test`, `predict` and "
+        "`export` read its best one, `ckpt_path` names another",
     )
     output: str | None = setting(
         None,
@@ -168,7 +175,9 @@ class ClusterConfig(Settings):
         "`tcp://host:port`, on the machine with `cluster.rank=0` or of rank 0, or `file:///path` on a shared disk",
     )
     key_file: str | None = setting(
-        None, "keys of the job, from `gtrain key`; a job of several machines needs them, or `cluster.isolated`"
+        None,
+        "keys of the job, from `gtrain key`; a job of several machines needs them, or `cluster.isolated`",
+        path=True,
     )
     isolated: bool = setting(
         False,
@@ -250,8 +259,10 @@ class RayClusterConfig(ClusterConfig):
 class PathsConfig:
     """Folders, relative to the current one."""
 
-    data: str = setting("data", "raw data sets; `data.root` follows it")
-    stores: str = setting("data/stores", "partitioned stores; `data.store` follows it", follows="${paths.data}/stores")
+    data: str = setting("data", "raw data sets; `data.root` follows it", path=True)
+    stores: str = setting(
+        "data/stores", "partitioned stores; `data.store` follows it", follows="${paths.data}/stores", path=True
+    )
     runs: str = setting("runs", "all runs, and `index.txt`, in which `ckpt_path=last` finds them")
     run: str = setting(
         MISSING, "this run; Hydra sets it: change `hydra.run.dir`", follows="${hydra:runtime.output_dir}"
@@ -266,6 +277,7 @@ class PlanConfig(Settings):
     machine: str | None = setting(
         None,
         "file that describes a [machine](plan.md#machines), of which a job has `trainer.num_nodes`; null: this one",
+        path=True,
     )
     memory: float | None = setting(
         None, "memory that the job may use on a machine, if that is less than the machine has", above=0, unit="bytes"
@@ -383,6 +395,7 @@ def fit_strategy(
     sweep: bool = False,
     experiment: str | None = None,
     setter: str = "the sweep",
+    inherited: Mapping[str, str] | None = None,
 ) -> str:
     """Remove from a composed configuration the settings for other strategies.
 
@@ -395,18 +408,21 @@ def fit_strategy(
         sweep: whether the job is one of a sweep.
         experiment: the experiment of the job.
         setter: what sets keys for several strategies, for the line that lists them.
+        inherited: what set the keys that come from an earlier run.
 
     Returns:
         One line that lists the removed settings; empty if nothing was removed.
 
     Raises:
-        ConfigError: a key is unknown to the strategy, and neither a sweep nor an experiment sets it for another one.
+        ConfigError: a key is unknown to the strategy, and no sweep, run or experiment sets it for another one.
     """
     removed, name = [], cfg.strategy.name
     backend = backends.get(name)
 
     def origin(key: str) -> str | None:
-        """Return the sweep or experiment that set a key for another strategy; None if the key is a mistake."""
+        """Return the sweep, run or experiment that set a key for another strategy; None if the key is a mistake."""
+        if key in (inherited or {}):
+            return (inherited or {})[key]
         if key in typed:
             return setter if sweep else None
         return None if experiment is None else f"experiment={experiment}"

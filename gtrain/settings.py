@@ -30,6 +30,7 @@ def setting(
     unit: str = "",
     type: str = "",
     follows: str | None = None,
+    path: bool = False,
     hint: str = "",
 ) -> Any:
     """Return a dataclass field that declares a setting.
@@ -45,6 +46,7 @@ def setting(
         unit: the unit of the value, such as ``seconds``.
         type: the type that ``gtrain explain`` prints if the annotation is ``Any``.
         follows: the interpolation that is the default in a composed configuration, such as ``${seed}``.
+        path: whether the value names files that a run reads, relative to the folder in which it starts.
         hint: the hint of an error; empty: the allowed values, or the default.
     """
     declared = {
@@ -57,6 +59,7 @@ def setting(
         "unit": unit,
         "type": type,
         "follows": follows,
+        "path": path,
         "hint": hint,
     }
     return _field(default, declared)

@@ -30,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from gtrain import __version__, backends, config, messages, targets
-from gtrain.cli import auto, explain, sweeps
+from gtrain.cli import auto, explain, inherit, sweeps
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.launch import launchers
 from gtrain.launch.launchers.manual import Manual
@@ -42,6 +42,8 @@ from gtrain.run import runs
 
 _typed: list[str] = []
 """The command line as the user typed it; Hydra's list of overrides also contains those from a sweeper's file."""
+_inherited: dict[str, str] = {}
+"""What set each key that comes from the run that ``run`` names."""
 
 
 class BackendConfigs(SearchPathPlugin):
@@ -123,29 +125,38 @@ def main() -> None:
             # A closed pipe then raises BrokenPipeError here, not at exit.
             sys.stdout.flush()
             return
+        if "verb=runs" in arguments:
+            from gtrain.reporting import listing
+
+            listing.main([argument for argument in arguments if argument != "verb=runs"])
+            return
         if "verb=report" in arguments:
             from gtrain.reporting import command
 
-            command.main([argument for argument in arguments if argument != "verb=report"])
+            command.main(inherit.folders([argument for argument in arguments if argument != "verb=report"]))
             return
         if "verb=trace" in arguments:
             from gtrain.reporting import trace
 
-            trace.main([argument for argument in arguments if argument != "verb=trace"])
+            trace.main(inherit.folders([argument for argument in arguments if argument != "verb=trace"]))
             return
         if "verb=watch" in arguments:
             from gtrain.reporting import watch
 
-            watch.main([argument for argument in arguments if argument != "verb=watch"])
+            watch.main(inherit.folders([argument for argument in arguments if argument != "verb=watch"]))
             return
         _typed[:] = arguments
         # Of several strategies, as each job of a sweep may have another one.
         several = ("-m", "--multirun", "hydra.mode=MULTIRUN", "verb=plan", "strategy=auto")
-        _prepare_hydra(sweep=any(argument in several for argument in arguments))
+        _prepare_hydra(sweep=any(argument in several or argument.startswith("run=") for argument in arguments))
         for folder in backends.installed().outdated:
             problem = "gtrain: the .egg-info or .dist-info of an older build, with other strategies, is in"
             print(f"{problem} {folder}\nHINT: delete it; the installed package's strategies are used.", file=sys.stderr)
-        with _rank_arguments(arguments) as rank_arguments:
+        expanded = inherit.inherit(arguments)
+        _inherited.update(expanded.inherited)
+        for notice in expanded.notices if launchers.is_first() else ():
+            print(notice, file=sys.stderr)
+        with _rank_arguments(expanded.arguments) as rank_arguments:
             sys.argv[1:] = rank_arguments
             _hydra_main()
     except BrokenPipeError:
@@ -344,7 +355,7 @@ def _reporting(folder: Path, wanted: bool) -> Iterator[None]:
 def _checked_launch(cfg: DictConfig, overrides: list[str]) -> Any:
     """Fit the configuration to its strategy, and execute its verb; see :func:`launch`."""
     hydra_config = HydraConfig.get()
-    typed = [key_of(override) for override in overrides]
+    typed = [key for key in map(key_of, overrides) if key not in _inherited]
     if cfg.verb == "plan":
         from gtrain.plan import command
 
@@ -355,7 +366,7 @@ def _checked_launch(cfg: DictConfig, overrides: list[str]) -> Any:
         targets.settle(settled.cfg, _typed)
         return launch(settled.cfg, settled.choices, settled.overrides)
     sweep = hydra_config.mode == RunMode.MULTIRUN
-    notice = config.fit_strategy(cfg, typed, sweep=sweep, experiment=experiment)
+    notice = config.fit_strategy(cfg, typed, sweep=sweep, experiment=experiment, inherited=_inherited)
     if notice and launchers.is_first():
         print(notice, file=sys.stderr)
     targets.settle(cfg, _typed)

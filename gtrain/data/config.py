@@ -35,8 +35,8 @@ class DataConfig(DataSettings):
     """The settings of every source."""
 
     _target_: str = MISSING
-    root: str = setting("data", "folder of the raw files", follows="${paths.data}")
-    store: str = setting("data/stores", "folder of the partitioned stores", follows="${paths.stores}")
+    root: str = setting("data", "folder of the raw files", follows="${paths.data}", path=True)
+    store: str = setting("data/stores", "folder of the partitioned stores", follows="${paths.stores}", path=True)
     remote_store: str | None = setting(
         None,
         "address of a store in an object store, such as `s3://bucket/stores/cora`, which is read instead of the raw "
@@ -53,7 +53,9 @@ class DataConfig(DataSettings):
         words=("auto", "metis", "kaminpar", "random", "file", "ldg", "fennel"),
     )
     partition_path: str | None = setting(
-        None, "the part of each node, for `data.partitioner=file`: `.npy`, or text with one integer per node"
+        None,
+        "the part of each node, for `data.partitioner=file`: `.npy`, or text with one integer per node",
+        path=True,
     )
     split: str = setting(
         "public",
@@ -286,12 +288,14 @@ class EdgesConfig(DataConfig):
         "files, relative to the working directory or to `root`: a name, glob pattern or folder, or a list of these; "
         "`.gz` files are decompressed. Set either this or `edge_sets`",
         type=f"{_NAMED} or null",
+        path=True,
     )
     edge_sets: Any = setting(
         None,
         "edge sets: a list of values as for `path`. `strategy=pbg` trains the sets in turn in each epoch; other "
         "strategies train all edges together",
         type=_ENTRIES,
+        path=True,
     )
     ids: str = setting(
         "auto",
@@ -320,11 +324,13 @@ class EdgesConfig(DataConfig):
         None,
         "file of features: `.npy`, `.pt` (a plain tensor) or text, one row per node, with the node's name first if "
         "nodes have names; or `degree` (log(1 + in-degree)) or `constant` (ones); null: none",
+        path=True,
     )
     labels: str | None = setting(
         None,
         "file of labels: `.npy`, `.pt`, or text with `label` or `id label` on each line (`name label` if nodes have "
         "names); null: none",
+        path=True,
     )
     num_nodes: int | None = setting(
         None,
@@ -369,6 +375,7 @@ class KGConfig(LinkConfig):
         MISSING,
         "folder with `train.txt`, `valid.txt` and `test.txt` (or `.tsv`, or compressed as `.gz`), its parent if the "
         "folder is named `raw`, or a `.tar.gz` of it; relative to the working directory or to `root`",
+        path=True,
     )
     edge_sets: Any = setting(
         None,
@@ -376,6 +383,7 @@ class KGConfig(LinkConfig):
         "A list with one entry per set: a name, glob pattern or folder, or a list of these. `strategy=pbg` trains the "
         "sets in turn in each epoch; other strategies train all triples together",
         type=_ENTRIES,
+        path=True,
     )
     unknown: str = setting(
         "error",
@@ -396,9 +404,11 @@ class LibsvmConfig(RowConfig):
 
     _target_: str = "gtrain.data.sources.libsvm.LibsvmData"
     path: str = setting(
-        MISSING, "file of training rows, relative to the working directory or to `root`; `.gz` is decompressed"
+        MISSING,
+        "file of training rows, relative to the working directory or to `root`; `.gz` is decompressed",
+        path=True,
     )
-    test_path: str | None = setting(None, "file of test rows; null: none")
+    test_path: str | None = setting(None, "file of test rows; null: none", path=True)
     index_base: str = setting(
         "auto", "the smallest feature id; `auto`: 0 if that id occurs, else 1", words=("auto", "0", "1")
     )
@@ -582,6 +592,7 @@ class HeCoConfig(DataConfig):
         None,
         "the data set's folder in HeCo's repository, or an `.npz` of the same arrays; null: `<name>` or `<name>.npz` "
         "in `<root>/heco`, `<root>/hetero/heco` or `root`",
+        path=True,
     )
     per_class: int = setting(20, "training nodes per class", words=(20, 40, 60), hint="choose 20, 40 or 60")
 
@@ -594,7 +605,9 @@ class TemporalConfig(LinkConfig):
     split: str = changed(DataConfig, "split", "time")
     train_fraction: float = changed(DataConfig, "train_fraction", 0.7)
     val_fraction: float = changed(DataConfig, "val_fraction", 0.15)
-    path: str = setting(MISSING, "the file, relative to the working directory or to `root`; `.gz` is decompressed")
+    path: str = setting(
+        MISSING, "the file, relative to the working directory or to `root`; `.gz` is decompressed", path=True
+    )
     time_column: int = setting(2, "column of the times, from 0")
     time_scale: float = setting(
         1.0,
@@ -615,19 +628,24 @@ class BigGraphConfig(LinkConfig):
         MISSING,
         "folder of `entity_count_<type>_<part>.txt` (PyTorch-BigGraph's `entity_path`), and optionally files of names "
         "and `dynamic_rel_count.txt`",
+        path=True,
     )
     edges: Any = setting(
         None,
         "folder of `edges_<lhs>_<rhs>.h5`, or a list of folders (`edge_paths`), which are edge sets as in "
         "`data=edges`; null: `path`",
         type=f"{_NAMED} or null",
+        path=True,
     )
     val_edges: Any = setting(
         None,
         "folder, or list of folders, of edges held out for validation; null: set `split=random`",
         type=f"{_NAMED} or null",
+        path=True,
     )
-    test_edges: Any = setting(None, "folder, or list of folders, of edges held out for test", type=f"{_NAMED} or null")
+    test_edges: Any = setting(
+        None, "folder, or list of folders, of edges held out for test", type=f"{_NAMED} or null", path=True
+    )
     entities: Any = setting(None, _ENTITIES, type="dict or null")
     relations: Any = setting(
         None,
@@ -655,11 +673,12 @@ class PyGPartitionConfig(DataConfig):
 
     _target_: str = "gtrain.data.sources.pyg_partition.PyGPartitionData"
     split: str = changed(DataConfig, "split", "random")
-    path: str = setting(MISSING, "folder with `META.json`, `part_0`, `part_1`, ...")
+    path: str = setting(MISSING, "folder with `META.json`, `part_0`, `part_1`, ...", path=True)
     labels: str | None = setting(
         None,
         "file of labels: `.npy`, `.pt` or text, one row per node; `TYPE=FILE` in a heterogeneous graph; null: `y` in "
         "the parts' `feats`, if present",
+        path=True,
     )
 
 
@@ -668,7 +687,7 @@ class DGLPartitionConfig(DataConfig):
     """The output of DGL's partition_graph, whose parts become the parts of the store."""
 
     _target_: str = "gtrain.data.sources.dgl_partition.DGLPartitionData"
-    path: str = setting(MISSING, "the JSON file of the partitioned graph")
+    path: str = setting(MISSING, "the JSON file of the partitioned graph", path=True)
     features: str | None = setting(
         "feat", "name of the feature that becomes `x` of nodes and `edge_attr` of edges; null: none"
     )
@@ -685,7 +704,7 @@ class MusaeConfig(DataConfig):
         DataConfig, "split", "random", words=_WITHOUT_MASKS, hint="MUSAE's data have no masks; set data.split=random."
     )
     name: str = setting("facebook", "prefix of the file names, or a country of Twitch, such as `DE`")
-    path: str | None = setting(None, "folder of the files; null: `<root>/musae`, or `root`")
+    path: str | None = setting(None, "folder of the files; null: `<root>/musae`, or `root`", path=True)
     label: str | None = setting(
         None, "column of the labels; null: the first of `page_type`, `mature` and `ml_target` that exists"
     )
@@ -697,9 +716,11 @@ class ParquetConfig(RowConfig):
 
     _target_: str = "gtrain.data.sources.parquet.ParquetData"
     path: str = setting(
-        MISSING, "file of training rows, or a folder of such files, relative to the working directory or to `root`"
+        MISSING,
+        "file of training rows, or a folder of such files, relative to the working directory or to `root`",
+        path=True,
     )
-    test_path: str | None = setting(None, "file or folder of test rows; null: none")
+    test_path: str | None = setting(None, "file or folder of test rows; null: none", path=True)
     label: str = setting(
         "label",
         "column of the labels: integers, booleans or strings; classes are numbered in the order of these values",
@@ -745,11 +766,13 @@ class TablesConfig(DataConfig):
         "the node table: a file, or its entry, or entries by node type, see [tables](tables.md); null: nodes are those "
         "that edges name",
         type="str, list or dict, or null",
+        path=True,
     )
     edges: Any = setting(
         None,
         "the edge table: a file, or its entry, or entries by relation; null: the graph has no edges",
         type="str, list or dict, or null",
+        path=True,
     )
     max_values: int = setting(
         10000, "values of a category, or items of lists, with a column of their own: the most frequent ones", least=1

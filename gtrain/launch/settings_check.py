@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.02
 _HERE, _READ = "ranks here", "ranks that read the refusal"
 """Keys of the numbers of ranks that called :func:`check_same`, and of those that end because of a refusal."""
 _RELEASE = "gtrain"
-_MACHINE_SPECIFIC = ("cluster", "logger", "output", "paths", "role")
+_MACHINE_SPECIFIC = ("cluster", "logger", "output", "paths", "role", "run")
 """Groups and keys that may differ between machines."""
 _FOLDERS = ("data.root", "data.store")
 _PATH = "/"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hydra import compose
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, open_dict
 
 from gtrain import backends, config
@@ -18,6 +19,21 @@ _OWN = ("strategy", "verb", *(f"strategy.{name}" for name in config.AUTO_SETTING
 def key_of(override: str) -> str:
     """Return the key that an override sets."""
     return override.lstrip("+~").partition("=")[0].partition("@")[0]
+
+
+def override_of(key: str, value: Any) -> str:
+    """Return the override that sets a key to a value of a configuration file."""
+    return f"{key}={_quoted(value)}"
+
+
+def _quoted(value: Any) -> str:
+    if isinstance(value, str):
+        return QuotedString(value, Quote.single).with_quotes()
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_quoted(name)}:{_quoted(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_quoted, value)) + "]"
+    return as_typed(value)
 
 
 def for_strategy(

@@ -125,7 +125,8 @@ class RunRecord:
         """``complete``, ``running``, ``failed``, ``refused``, ``interrupted`` or ``killed``."""
         if self.end:
             status = str(self.end["status"])
-            return "refused" if status == "failed" and not self.processes and not self.cause else status
+            wrote = any(True for _ in record_folder(self.path).glob("*-*.jsonl"))
+            return "refused" if status == "failed" and not wrote and not self.cause else status
         if self.summary is not None and not self.events:
             return "complete"
         return "running" if self.is_running() else "killed"
@@ -210,9 +211,9 @@ def find_runs(paths: list[Path]) -> list[RunRecord]:
         if not path.is_dir():
             raise GtrainError(f"{path} was given; it is not a folder.", hint="name the folder of a run.")
         inner = sorted(
-            (each for each in path.iterdir() if each.is_dir() and _is_run(each)), key=lambda p: _by_number(p.name)
+            (each for each in path.iterdir() if each.is_dir() and is_run(each)), key=lambda p: _by_number(p.name)
         )
-        runs = [path] if _is_run(path) else inner
+        runs = [path] if is_run(path) else inner
         if not runs:
             raise GtrainError(
                 f"{path} was given; neither it nor its subfolders are folders of a run.",
@@ -222,7 +223,8 @@ def find_runs(paths: list[Path]) -> list[RunRecord]:
     return every_run
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
+    """Whether a folder is that of a run that trained or tested, or was to."""
     return any((path / name).exists() for name in ("summary.json", f"record/{EVENTS}", "run.json"))
 
 

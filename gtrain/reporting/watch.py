@@ -19,7 +19,7 @@ from gtrain.record.run import ProcessRecord, RunRecord, find_runs
 SECONDS = 1.0
 """Time between two readings of the files."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_COLOURS = {"complete": "green", "running": "cyan", "failed": "red", "killed": "red"}
+COLOURS = {"complete": "green", "running": "cyan", "failed": "red", "killed": "red"}
 _MIB = 1 << 20
 _LINES = 16
 """Processes that are shown."""
@@ -77,7 +77,7 @@ def page(run: RunRecord, width: int = 80) -> RenderableType:
 def _title(run: RunRecord) -> Text:
     choices = run.choices
     title = Text(f"{choices['strategy']} · {choices['data']} · {choices['model']}  ", "bold")
-    title.append(run.status, _COLOURS.get(run.status, "yellow"))
+    title.append(run.status, COLOURS.get(run.status, "yellow"))
     now = time.time() if run.status == "running" else run.last_time
     return title.append(f"  {_clock(now - run.first_time)}  {run.path}" if run.first_time else f"  {run.path}", "dim")
 

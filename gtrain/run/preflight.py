@@ -24,7 +24,7 @@ from gtrain.config import APPLYING, PREPARING
 from gtrain.errors import ConfigError
 from gtrain.launch import launchers
 from gtrain.object_store import is_address, refuse_address
-from gtrain.run import build
+from gtrain.run import build, runs
 from gtrain.run.sketch import ModelSketch, has_plain_constructor, make_trainer
 from gtrain.run.task import Task, data_module
 from gtrain.settings import as_typed, nested
@@ -68,6 +68,8 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
     if verb in PREPARING:
         return
     strategy, checkpoint = job.make_strategy(), _find_checkpoint(job) if is_first else None
+    if verb == "train" and isinstance(checkpoint, Path):
+        runs.check_epochs_left(checkpoint, config)
     targets.check_objects(config, build.find_target)
     for key, node in nested({key: config[key] for key in ("model", "callbacks", "logger")}):
         if isinstance(node, dict) and node.get("_target_") is not None:

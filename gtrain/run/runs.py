@@ -1,4 +1,4 @@
-"""The index of earlier runs, for ``ckpt_path=last`` and ``best``, and the lock of a run's folder.
+"""The index of earlier runs, for ``run=last``, ``ckpt_path=last`` and ``best``, and the lock of a run's folder.
 
 Every training run adds a line to ``<paths.runs>/index.txt``, even if its folder is elsewhere.
 """
@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,17 +135,44 @@ def resolve(ckpt_path: str, runs: Path, config: dict[str, Any]) -> Path | str:
         return ckpt_path
     if ckpt_path not in NAMES:
         return followed(Path(ckpt_path).absolute())
-    digest, index = identity(config), runs / INDEX
-    lines = index.read_text().splitlines() if index.is_file() else []
-    for run_dir in [runs / line for line in reversed(lines) if line]:
-        checkpoint = run_dir / "checkpoints" / f"{ckpt_path}.ckpt"
-        exists = checkpoint.exists() or checkpoint.with_name(f"{ckpt_path}.ckpt.old").exists()
-        if exists and digest in _identities_of(run_dir):
+    digest = identity(config)
+    for run_dir in recorded(runs):
+        checkpoint = checkpoint_of(run_dir, (ckpt_path,))
+        if checkpoint is not None and digest in _identities_of(run_dir):
             return followed(checkpoint)
     raise CheckpointError(
         f"ckpt_path={ckpt_path} was set; no run under {runs} with the same data, model and strategy has a checkpoint.",
         hint="train first with the same settings, or give the path of a checkpoint.",
     )
+
+
+def recorded(runs: Path) -> Iterator[Path]:
+    """Yield the folders of the runs in the index that still exist, the newest first, each once.
+
+    Args:
+        runs: ``paths.runs``.
+    """
+    index = runs / INDEX
+    lines = index.read_text().splitlines() if index.is_file() else []
+    for line in dict.fromkeys(filter(None, reversed(lines))):
+        if (runs / line).is_dir():
+            yield runs / line
+
+
+def newest(runs: Path, *, checkpoint: bool = True) -> Path | None:
+    """Return the folder of the newest run, the one that ``run=last`` means; None if there is none.
+
+    Args:
+        runs: ``paths.runs``.
+        checkpoint: whether runs without a checkpoint are passed over.
+    """
+    return next((run for run in recorded(runs) if not checkpoint or checkpoint_of(run) is not None), None)
+
+
+def checkpoint_of(run_dir: Path, names: Iterable[str] = NAMES) -> Path | None:
+    """Return the first of these checkpoints that a run has, without the suffix that it has while it is replaced."""
+    paths = (run_dir / "checkpoints" / f"{name}.ckpt" for name in names)
+    return next((path for path in paths if path.exists() or path.with_name(f"{path.name}.old").exists()), None)
 
 
 class SavedCheckpoint(NamedTuple):
@@ -176,14 +203,41 @@ def last_checkpoint(run_dir: Path) -> SavedCheckpoint | None:
     for name in NAMES:
         path = run_dir / "checkpoints" / f"{name}.ckpt"
         for suffix in ("", ".old"):
-            try:
-                manifest = json.loads((path.with_name(path.name + suffix) / "manifest.json").read_text())
-                within = bool(manifest.get("within_epoch"))
-                epochs, step = int(manifest["epoch"]) + (not within), int(manifest.get("global_step") or 0)
-                return SavedCheckpoint(name, path.absolute(), epochs, within, step)
-            except (OSError, ValueError, KeyError, TypeError):
-                continue
+            if (saved := _saved(name, path, path.with_name(path.name + suffix))) is not None:
+                return saved
     return None
+
+
+def _saved(name: str, path: Path, folder: Path) -> SavedCheckpoint | None:
+    """Return what the manifest in a checkpoint's folder says; None if it does not say how many epochs are completed."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        within = bool(manifest.get("within_epoch"))
+        epochs, step = int(manifest["epoch"]) + (not within), int(manifest.get("global_step") or 0)
+        return SavedCheckpoint(name, path.absolute(), epochs, within, step)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def check_epochs_left(checkpoint: Path, config: dict[str, Any]) -> None:
+    """Refuse to go on from a checkpoint that has more epochs than the training, or with ``run`` as many.
+
+    Args:
+        checkpoint: its folder.
+        config: the resolved configuration.
+
+    Raises:
+        ConfigError: no epoch is left to train.
+    """
+    saved, limit = _saved(checkpoint.name, checkpoint, checkpoint), config["trainer"]["max_epochs"]
+    if saved is None or limit is None or limit < 0:
+        return
+    done = saved.epochs
+    if done > limit or (done == limit and config["run"] is not None):
+        raise ConfigError(
+            f"trainer.max_epochs={limit} was set; {checkpoint} has completed {done} epochs already.",
+            hint=f"set trainer.max_epochs above {done} to go on, or ckpt_path=null to train from the beginning.",
+        )
 
 
 def resume(cfg: DictConfig, run_dir: Path) -> str:

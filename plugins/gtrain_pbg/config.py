@@ -69,6 +69,7 @@ class PBGConfig(StrategyConfig):
         None,
         "folder or checkpoint of another run, or the address of a checkpoint, whose vectors and relations are the "
         "initial values of this run",
+        path=True,
     )
     partition_servers: int = setting(
         EACH,
