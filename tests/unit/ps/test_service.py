@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from gtrain.wire import Client, Server
 from gtrain_ps.checkpoints import read_blocks, read_table, write_blocks
 from gtrain_ps.costs import Load, Plan
 from gtrain_ps.placement import Placement, spreading_multiplier
+from gtrain_ps.server.block import Block
 from gtrain_ps.server.engine import Engine
 from gtrain_ps.server.journal import Journal
 from gtrain_ps.server.memory import ServerMemory
@@ -357,6 +359,25 @@ def test_an_id_out_of_range_is_refused_before_it_is_sent(services: Any) -> None:
         layer.move(storage)
         with pytest.raises(DataError, match="the id 90 was looked up in the table wide, whose ids are 0 to 89"):
             layer((torch.tensor([3, 90]), None, torch.tensor([0, 2])))
+
+
+def test_a_server_multiplies_each_product_once_and_updates_each_table_once(
+    services: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a pass over the entries of rows; a second one would cost as much again."""
+    passes = Counter[str]()
+    for name in ("multiply", "update"):
+        original = getattr(Block, name)
+
+        def counted(*args: Any, name: str = name, original: Any = original) -> Any:
+            passes[name] += 1
+            return original(*args)
+
+        monkeypatch.setattr(Block, name, counted)
+    workers, servers, tables = 3, 2, 2
+    together(services(servers, workers), RowwiseAdagrad, (2, 1))
+    reads = workers * servers * tables  # each worker reads all tables after the last step
+    assert passes == {"multiply": STEPS * workers * servers * tables + reads, "update": STEPS * servers * tables}
 
 
 def test_half_the_bytes_of_numbers_with_bfloat16(services: Any) -> None:
