@@ -6,7 +6,7 @@ layer here takes one sparse product and two dense ones forward, and one and four
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +21,42 @@ Layers = tuple[Tensor, Tensor | None, Tensor]
 """W_l [out, in], b [out] or None, W_r [out, in of targets]."""
 
 
+class Edges(Protocol):
+    """Edges between two sets of nodes; :class:`~gtrain.engine.few_edges.FewEdges` describes the methods."""
+
+    def inverse_degree(self, dtype: torch.dtype) -> Tensor: ...
+
+    def add_to_targets(self, rows: Tensor, total: Tensor, share: Tensor | None) -> None: ...
+
+    def add_to_sources(self, rows: Tensor, total: Tensor, share: Tensor | None) -> None: ...
+
+
+class SortedEdges:
+    """Edges sorted by target and by source, which several threads may sum.
+
+    Args:
+        blocks: one block of edges.
+    """
+
+    def __init__(self, blocks: EdgeBlocks) -> None:
+        (self._block,) = blocks.blocks
+        self.inverse_degree = blocks.inverse_degree
+
+    def add_to_targets(self, rows: Tensor, total: Tensor, share: Tensor | None) -> None:
+        edges = self._block.by_target
+        _add(edges if share is None else edges._replace(edges=self._block.target_of), rows, total, share)
+
+    def add_to_sources(self, rows: Tensor, total: Tensor, share: Tensor | None) -> None:
+        _add(self._block.targets_by_source, rows, total, share)
+
+
 def bipartite_layer(
-    blocks: EdgeBlocks, x: Tensor, targets: Tensor, mean: bool, layers: Layers, *, transforms_first: bool
+    edges: Edges, x: Tensor, targets: Tensor, mean: bool, layers: Layers, *, transforms_first: bool
 ) -> Tensor:
     """Return ``agg(x) W_l + targets W_r + b``, [num_targets, out], in the dtype of its products.
 
     Args:
-        blocks: one block of edges.
+        edges: the edges.
         x: rows of the sources, [num_sources, in].
         targets: rows of the targets, [num_targets, in of targets].
         mean: whether ``agg`` is the mean, else the sum.
@@ -36,7 +65,7 @@ def bipartite_layer(
     """
     left, bias, right = layers
     with without_autocast(x):
-        settings = blocks, mean, transforms_first, product_dtype(x)
+        settings = edges, mean, transforms_first, product_dtype(x)
         return _Bipartite.apply(settings, x, targets, left, bias, right)  # type: ignore[no-any-return]
 
 
@@ -46,35 +75,31 @@ class _Bipartite(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        settings: tuple[EdgeBlocks, bool, bool, torch.dtype],
+        settings: tuple[Edges, bool, bool, torch.dtype],
         x: Tensor,
         targets: Tensor,
         left: Tensor,
         bias: Tensor | None,
         right: Tensor,
     ) -> Tensor:
-        blocks, mean, first, dtype = settings
-        exact, (block,) = sum_dtype(dtype), blocks.blocks
-        share = blocks.inverse_degree(exact).unsqueeze(1) if mean else None
+        edges, mean, first, dtype = settings
+        exact = sum_dtype(dtype)
+        share = edges.inverse_degree(exact) if mean else None
         rows, roots = x.to(dtype), targets.to(dtype)
-        edges = block.by_target if share is None else block.by_target._replace(edges=block.target_of)
         out = F.linear(roots, right.to(dtype)).to(exact)
         sums = None
         if first:
-            _add(edges, F.linear(rows, left.to(dtype)), out, share)
+            edges.add_to_targets(F.linear(rows, left.to(dtype)), out, share)
         else:
             sums = rows.new_zeros((len(roots), rows.size(1)), dtype=exact)
-            _add(edges, rows, sums, share)
+            edges.add_to_targets(rows, sums, share)
             sums = sums.to(dtype)
             add_product(out, sums, left.to(dtype).t())
         if bias is not None:
             out.add_(bias.to(exact))
         ctx.save_for_backward(rows if first else None, roots, sums, left, right, share)
-        ctx.block, ctx.shape, ctx.dtypes = (
-            block,
-            x.shape,
-            (x.dtype, targets.dtype, None if bias is None else bias.dtype),
-        )
+        ctx.edges, ctx.shape = edges, x.shape
+        ctx.dtypes = x.dtype, targets.dtype, None if bias is None else bias.dtype
         return out.to(dtype)
 
     @staticmethod
@@ -84,17 +109,17 @@ class _Bipartite(torch.autograd.Function):
         of_x, of_targets, of_bias = ctx.dtypes
         gradient, exact = gradient.contiguous(), sum_dtype(gradient.dtype)
         _, needs_x, needs_targets, needs_left, needs_bias, needs_right = ctx.needs_input_grad
-        edges: CompressedEdges = ctx.block.targets_by_source
+        edges: Edges = ctx.edges
         dx = dleft = None
         if sums is not None:
             dleft = (gradient.t() @ sums).to(left.dtype) if needs_left else None
             if needs_x:
                 dx = gradient.new_zeros(ctx.shape, dtype=exact)
-                _add(edges, gradient @ left.to(gradient.dtype), dx, share)
+                edges.add_to_sources(gradient @ left.to(gradient.dtype), dx, share)
                 dx = dx.to(of_x)
         elif needs_x or needs_left:
             drows = gradient.new_zeros((len(rows), gradient.size(1)), dtype=exact)
-            _add(edges, gradient, drows, share)
+            edges.add_to_sources(gradient, drows, share)
             drows = drows.to(gradient.dtype)
             dleft = (drows.t() @ rows).to(left.dtype) if needs_left else None
             dx = (drows @ left.to(gradient.dtype)).to(of_x) if needs_x else None
@@ -107,4 +132,4 @@ class _Bipartite(torch.autograd.Function):
 def _add(edges: CompressedEdges, rows: Tensor, total: Tensor, share: Tensor | None) -> None:
     """Add the rows that edges name to ``total``, in place."""
     if len(edges.columns):
-        spmm(edges, rows.unsqueeze(1), total.unsqueeze(1), share)
+        spmm(edges, rows.unsqueeze(1), total.unsqueeze(1), None if share is None else share.unsqueeze(1))

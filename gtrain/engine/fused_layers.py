@@ -19,9 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch_geometric.nn.conv import GATConv, GraphConv, MessagePassing, SAGEConv
 
 from gtrain.engine.attention.fused import AttentionBackward, AttentionSettings, attention_blocks, row_dots
-from gtrain.engine.bipartite import bipartite_layer
+from gtrain.engine.bipartite import SortedEdges, bipartite_layer
 from gtrain.engine.constants import Constants
 from gtrain.engine.edges import EdgeBlocks
+from gtrain.engine.few_edges import DTYPES, FEW, FewEdges
 from gtrain.engine.halo import incremental
 from gtrain.engine.linear import LinearCall, PackedSums, aggregate
 from gtrain.engine.precision import add_product, column_sums, product_dtype, rows_at_once, sum_dtype, without_autocast
@@ -529,9 +530,15 @@ class FusedLayers:
         layers, reduce = _sage_layers(conv), reduction(conv)
         if layers is None or reduce not in ("sum", "mean") or self._constants.caches(x, edge_index):
             return None
-        blocks, (outputs, inputs) = self._blocks(edge_index, len(x), len(targets)), layers[0].shape
-        first = costs_less_first(len(x), len(targets), blocks.num_edges, inputs, outputs)
-        out = bipartite_layer(blocks, x, targets, reduce == "mean", layers, transforms_first=first)
+        count, (outputs, inputs) = edge_index.size(1), layers[0].shape
+        few = count < FEW and x.device.type == "cpu" and edge_index.dtype == torch.int64
+        edges: FewEdges | SortedEdges
+        if few and product_dtype(x) in DTYPES:
+            edges = FewEdges(edge_index, len(x), len(targets))
+        else:
+            edges = SortedEdges(self._blocks(edge_index, len(x), len(targets)))
+        first = costs_less_first(len(x), len(targets), count, inputs, outputs)
+        out = bipartite_layer(edges, x, targets, reduce == "mean", layers, transforms_first=first)
         return nn.functional.normalize(out, p=2.0, dim=-1) if getattr(conv, "normalize", False) else out
 
     def _gat(self, conv: Any, x: Tensor, num_targets: int, edge_index: Tensor, **options: Any) -> Tensor | None:

@@ -27,6 +27,7 @@ from torch_geometric.nn.conv import (
     TransformerConv,
 )
 
+from gtrain.engine import fused_layers
 from gtrain.engine.local import LocalEngine
 from gtrain.nn.depth import HopMeter
 from gtrain.nn.dropout import ExactDropout, rows_of
@@ -272,10 +273,14 @@ BETWEEN: dict[str, Callable[[], MessagePassing]] = {
 }
 
 
+@pytest.mark.parametrize("is_sorted", [False, True])
 @pytest.mark.parametrize("targets", [20, 3000])
 @pytest.mark.parametrize("name", BETWEEN)
-def test_a_layer_between_two_sets_of_nodes_is_one_function(name: str, targets: int, engine: LocalEngine) -> None:
-    """With many targets, rows are multiplied before they are summed."""
+def test_a_layer_between_two_sets_of_nodes_is_one_function(
+    name: str, targets: int, is_sorted: bool, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many targets, rows are multiplied before they are summed. Few edges are not sorted."""
+    monkeypatch.setattr(fused_layers, "FEW", 0 if is_sorted else EDGES + 1)
     conv, data = BETWEEN[name]().double(), graph()
     edges = torch.stack([data["edge_index"][0], torch.randint(0, targets, (EDGES,))])
     other = torch.randn(targets, 6, dtype=torch.float64)
@@ -293,6 +298,18 @@ def test_a_layer_between_two_sets_of_nodes_is_one_function(name: str, targets: i
     function, actual = run()
     assert_equal(actual, expected)
     assert function == "_BipartiteBackward" or "normalised" in name
+
+
+@pytest.mark.parametrize("few", [0, 10])
+@pytest.mark.parametrize("edge", [(6, 0), (0, 3), (-1, 0), (0, -1)])
+def test_edges_that_name_no_node_are_refused(
+    edge: tuple[int, int], few: int, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_layers, "FEW", few)
+    conv = SAGEConv((4, 4), 5)
+    engine.install(conv)
+    with pytest.raises(IndexError, match="of 6 (and|sources and) 3"):
+        conv((torch.randn(6, 4), torch.randn(3, 4)), torch.tensor([[0, edge[0]], [0, edge[1]]]))
 
 
 def test_a_subclass_and_a_class_that_it_does_not_know_stay_as_they_are(engine: LocalEngine) -> None:
