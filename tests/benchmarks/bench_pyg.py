@@ -7,8 +7,9 @@ loader: complete batches (features, labels, edge ids) in one process, beside DGL
 and fetch over TCP, and in shared memory. model: an epoch of a three-layer GraphSAGE, beside the same model on PyG's
 own loader over the same samples, untrimmed. memory: PSS of a rank at its highest, above its resident set before data
 (``baseline_rss_bytes``) and above its PSS before data. cache: remote features for each seed, with the cache and the
-look-ahead. network: two ranks in namespaces of their own, 1 Gbit/s and 2 ms apart, with encryption. subgraphs: what
-induced and bidirectional subgraphs cost.
+look-ahead. growth: CPU time of a drawn edge and of a distinct row of a batch, with 100,000 nodes and with a million,
+beside that of a row read at random from arrays of these sizes. network: two ranks in namespaces of their own, 1 Gbit/s
+and 2 ms apart, with encryption. subgraphs: what induced and bidirectional subgraphs cost.
 
 The graph has 500,000 nodes, 17.6 M directed edges, 100 features, 47 classes; fan-out 15-10-5, 1024 seeds a rank and
 step. One thread a rank. Seeds/s are by wall and by CPU seconds; trust the second where other programs compute.
@@ -37,7 +38,7 @@ from sar_overlap import impossible
 
 HERE = Path(__file__).resolve().parent
 PEERS = HERE / "peers"
-WHAT = ("loader", "ranks", "model", "memory", "cache", "network", "subgraphs")
+WHAT = ("loader", "ranks", "model", "memory", "cache", "growth", "network", "subgraphs")
 MBIT, MILLISECONDS = 1000, 2.0
 FAN_OUT = "15,10,5"
 BATCH = 1024
@@ -55,12 +56,12 @@ class Bench:
     scale: float
     steps: int
 
-    def graph(self, parts: int) -> list[str]:
+    def graph(self, parts: int, nodes: int = 500_000, edges: int = 17_600_000) -> list[str]:
         """Make the store in a process of its own, and return its settings."""
         settings = [
             "data=planted",
-            f"data.num_nodes={int(500_000 * self.scale)}",
-            f"data.num_edges={int(17_600_000 * self.scale)}",
+            f"data.num_nodes={int(nodes * self.scale)}",
+            f"data.num_edges={int(edges * self.scale)}",
             "data.num_features=100",
             "data.num_classes=47",
             "data.homophily=0.9",
@@ -248,6 +249,41 @@ def measure_cache(bench: Bench) -> Iterator[Check]:
     yield "saved by looking ahead", 1 - each[1] / each[0], 0.15, True
 
 
+def measure_growth(bench: Bench) -> Iterator[Check]:
+    """One process on two graphs, one ten times as large; runs alternate."""
+    sizes = (100_000, 1_000_000)
+    graphs = {nodes: bench.graph(1, nodes, 10 * nodes) for nodes in sizes}
+    spent: dict[str, dict[int, list[float]]] = {
+        name: {nodes: [] for nodes in sizes} for name in ("edge", "row", "read")
+    }
+    for number in range(3):
+        for nodes, settings in graphs.items():
+            (probe,) = bench.run(f"growth-{nodes}-{number}", 1, [*settings, IDLE, "+callbacks.probe.stages=true"])
+            stages = {name: statistics.median(seconds) for name, seconds in probe["stages"].items()}
+            edges, rows = probe["edges"] / probe["steps"], probe["nodes"] / probe["steps"]
+            spent["edge"][nodes].append(1e9 * stages["sample"] / edges)
+            spent["row"][nodes].append(1e9 * (stages["prefetch"] + stages["assemble"]) / rows)
+            spent["read"][nodes].append(1e9 * random_reads(int(nodes * bench.scale), int(rows)))
+            print(f"{nodes:>9} nodes: a batch has {edges:,.0f} edges and {rows:,.0f} rows", flush=True)
+    for name, of_size in spent.items():
+        small, large = (statistics.median(of_size[nodes]) for nodes in sizes)
+        print(f"CPU ns of each {name}: {small:.0f} and {large:.0f}")
+        if name != "read":
+            yield f"CPU of each {name}, a million nodes / 100,000", large / small, 1.2, False
+
+
+def random_reads(nodes: int, rows: int) -> float:
+    """CPU seconds in which torch copies a row of 400 bytes from a random place of an array of ``nodes`` rows."""
+    torch.set_num_threads(1)
+    table, chosen = torch.ones(nodes, 100), torch.randperm(nodes)[:rows]
+    out, spent = torch.empty(len(chosen), 100), []
+    for _ in range(5):
+        start = time.process_time()
+        torch.index_select(table, 0, chosen, out=out)
+        spent.append(time.process_time() - start)
+    return statistics.median(spent) / len(chosen)
+
+
 def measure_network(bench: Bench) -> Iterator[Check]:
     """Two ranks, each as on a machine of its own. ``MILLISECONDS`` is a message's way there and back."""
     if reason := impossible():
@@ -270,7 +306,7 @@ def measure_subgraphs(bench: Bench) -> Iterator[Check]:
     yield from ()
 
 
-_LOCAL = (measure_loader, measure_ranks, measure_model, measure_memory, measure_cache)
+_LOCAL = (measure_loader, measure_ranks, measure_model, measure_memory, measure_cache, measure_growth)
 MEASURES = dict(zip(WHAT, (*_LOCAL, measure_network, measure_subgraphs), strict=True))
 
 

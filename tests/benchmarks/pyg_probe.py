@@ -14,6 +14,7 @@ from torch import nn
 from torch_geometric.nn import GraphSAGE
 
 from gtrain.strategy.counters import cpu_seconds
+from gtrain_pyg.loader import SampledBatches
 
 
 class Idle(pl.LightningModule):
@@ -46,16 +47,20 @@ class Probe(pl.Callback):
     Args:
         folder: where ``probe-<rank>.json`` goes.
         warm_up: steps that are not counted.
+        stages: whether to measure sampling and assembling apart, by the CPU seconds of their threads.
     """
 
-    def __init__(self, folder: str, warm_up: int = 5) -> None:
+    def __init__(self, folder: str, warm_up: int = 5, stages: bool = False) -> None:
         self.path, self._warm_up = Path(folder), warm_up
         self._began: dict[str, float] = {}
         self._seeds = self._epoch_seeds = self._steps = 0
-        self._rows = 0
+        self._rows = self._nodes = self._edges = 0
         self._resident: list[int] = []
         self._targets: list[list[int]] = []
         self._baseline = self._pss = pss_bytes()
+        self._stages = {"sample": Stage(), "prefetch": Stage(), "assemble": Stage()} if stages else {}
+        for name, stage in self._stages.items():
+            setattr(SampledBatches, f"_{name}", stage.measured(getattr(SampledBatches, f"_{name}")))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -68,6 +73,8 @@ class Probe(pl.Callback):
         elif self._steps > self._warm_up:
             self._seeds += int(batch.batch_size)
             counts = list(batch.num_sampled_nodes)
+            self._nodes += sum(counts)
+            self._edges += sum(batch.num_sampled_edges)
             # A layer computes the rows that the following layers read, the first layer all but the last hop's.
             self._targets.append([sum(counts[: len(counts) - 1 - layer]) for layer in range(len(counts) - 1)])
         if self._steps % 10 == 0:
@@ -80,16 +87,37 @@ class Probe(pl.Callback):
         spent = {name: value - self._began[name] for name, value in now().items()}
         content = spent | {
             "seeds": self._seeds,
+            "nodes": self._nodes,
+            "edges": self._edges,
             "targets": [sum(counts) / len(self._targets) for counts in zip(*self._targets, strict=True)],
             "epoch_seeds": self._epoch_seeds,
             "remote_rows": remote_rows(trainer) - self._rows,
             "steps": self._steps - self._warm_up,
+            "stages": {name: stage.seconds[self._warm_up :] for name, stage in self._stages.items()},
             "pss": self._pss,
             "baseline_pss": self._baseline,
             "resident": self._resident,
         }
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / f"probe-{trainer.strategy.global_rank}.json").write_text(json.dumps(content))
+
+
+class Stage:
+    """One stage of making batches: the CPU seconds that its thread spent on each batch, in ``seconds``."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def measured(self, method: Any) -> Any:
+        """Return the method, measured."""
+
+        def measure(*args: Any) -> Any:
+            start = time.thread_time()
+            result = method(*args)
+            self.seconds.append(time.thread_time() - start)
+            return result
+
+        return measure
 
 
 def remote_rows(trainer: pl.Trainer) -> int:
