@@ -741,10 +741,9 @@ class ParquetConfig(RowConfig):
 
 
 @dataclass
-class TablesConfig(DataConfig):
-    """Nodes and edges from tables: Parquet, CSV, TSV and Arrow files, or queries of DuckDB or Polars."""
+class TableConfig(DataConfig):
+    """Settings of sources that read tables."""
 
-    _target_: str = "gtrain.data.sources.tables.TablesData"
     unlabelled: int | None = changed(
         DataConfig,
         "unlabelled",
@@ -752,6 +751,22 @@ class TablesConfig(DataConfig):
         words=(None,),
         hint="an empty field is a missing label in tables; name other texts with missing: [...]",
     )
+    max_values: int = setting(
+        10000, "values of a category, or items of lists, with a column of their own: the most frequent ones", least=1
+    )
+    time_scale: float = setting(
+        1.0,
+        "factor by which times (dates: seconds since 1970) are multiplied before they are rounded to integers",
+        above=0,
+        hint="set 1, or 1000 for thousandths.",
+    )
+
+
+@dataclass
+class TablesConfig(TableConfig):
+    """Nodes and edges from tables: Parquet, CSV, TSV and Arrow files, or queries of DuckDB or Polars."""
+
+    _target_: str = "gtrain.data.sources.tables.TablesData"
     split: str = changed(
         DataConfig,
         "split",
@@ -774,15 +789,34 @@ class TablesConfig(DataConfig):
         type="str, list or dict, or null",
         path=True,
     )
-    max_values: int = setting(
-        10000, "values of a category, or items of lists, with a column of their own: the most frequent ones", least=1
+
+
+@dataclass
+class RelBenchConfig(TableConfig):
+    """A relational database in RelBench's form: Parquet files with keys and times, and a task."""
+
+    _target_: str = "gtrain.data.sources.relbench.RelBenchData"
+    path: str = setting(
+        MISSING, "folder with `db/*.parquet` and `tasks/<name>`, relative to the working directory or `root`"
     )
-    time_scale: float = setting(
-        1.0,
-        "factor by which times (dates: seconds since 1970) are multiplied before they are rounded to integers",
-        above=0,
-        hint="set 1, or 1000 for thousandths.",
+    name: str = setting(MISSING, "name of the task: the folder of `train.parquet`, `val.parquet` and `test.parquet`")
+    label: str | None = setting(
+        None, "column of the task's labels; null: the only one that is neither a key nor the time"
     )
+    columns: Any = setting(
+        None,
+        "by table, the kinds of its columns, as in [tables](tables.md#features), such as "
+        "`{users: {about: ignore}}`; null: inferred",
+        type="dict or null",
+    )
+    split: str = changed(
+        DataConfig,
+        "split",
+        "public",
+        words=("public",),
+        hint="a task has files for train, val and test; set data.split=public.",
+    )
+    temporal_strategy: str | None = changed(DataConfig, "temporal_strategy", "uniform")
 
 
 @dataclass
@@ -826,6 +860,7 @@ SCHEMAS: dict[str, type[DataConfig]] = {
     "musae": MusaeConfig,
     "parquet": ParquetConfig,
     "tables": TablesConfig,
+    "relbench": RelBenchConfig,
     "ogb": OGBConfig,
 }
 """The dataclass of each option of the group ``data``."""

@@ -87,11 +87,12 @@ class ColumnSchema:
 
 @dataclass(frozen=True)
 class Block:
-    """Some columns of ``x``: dense ``[N, k]``, or the rows and columns of the elements that are 1."""
+    """Some columns of ``x``: dense ``[N, width]``, or the rows and columns of the elements that are 1."""
 
     dense: Floats | None
     ones: tuple[Ints, Ints] | None
     width: int
+    num_rows: int
 
 
 def feature_columns(table: Table, features: Features, taken: Sequence[str | None]) -> list[str]:
@@ -102,7 +103,8 @@ def feature_columns(table: Table, features: Features, taken: Sequence[str | None
     """
     table.check([*(features.names or ()), *features.ignore, *features.columns])
     left_out = {*features.ignore, *taken, *(name for name, c in features.columns.items() if c.kind == "ignore")}
-    return [name for name in features.names or table.types if name not in left_out]
+    chosen = table.types if features.names is None else features.names
+    return [name for name in chosen if name not in left_out]
 
 
 def infer(table: Table, name: str, choice: ColumnChoice, max_values: int) -> ColumnSchema | None:
@@ -152,7 +154,7 @@ def apply(table: Table, schema: ColumnSchema, choice: ColumnChoice) -> Block:
     if schema.kind in ("number", "date"):
         scaled = (_numbers(column, schema, table) - schema.mean) / schema.deviation
         parts = [np.where(null, 0.0, scaled), *([null] if schema.missing else [])]
-        return Block(np.stack(parts, axis=1).astype(np.float32), None, schema.num_columns)
+        return Block(np.stack(parts, axis=1).astype(np.float32), None, schema.num_columns, len(column))
     if schema.kind in ("category", "list"):
         if schema.kind == "category":
             rows, items = np.arange(len(column)), _strings(column)
@@ -167,14 +169,15 @@ def apply(table: Table, schema: ColumnSchema, choice: ColumnChoice) -> Block:
         if schema.missing:
             empty = np.flatnonzero(null)
             rows, numbers = np.append(rows, empty), np.append(numbers, np.full(len(empty), schema.num_columns - 1))
-        return Block(None, (rows, numbers), schema.num_columns)
+        return Block(None, (rows, numbers), schema.num_columns, len(column))
     if schema.kind == "vector":
-        return Block(_vectors(column, schema, table), None, schema.width)
-    return Block(_encoded(column, choice, schema, table), None, schema.width)
+        return Block(_vectors(column, schema, table), None, schema.width, len(column))
+    return Block(_encoded(column, choice, schema, table), None, schema.width, len(column))
 
 
-def side_by_side(blocks: Sequence[Block], num_rows: int) -> Tensor:
+def side_by_side(blocks: Sequence[Block]) -> Tensor:
     """Return blocks of columns as one matrix ``[N, F]``: float32, ``torch.sparse_csr`` where most of it is 0."""
+    num_rows = blocks[0].num_rows
     width = sum(block.width for block in blocks)
     entries = sum(len(block.ones[0]) if block.ones is not None else block.width * num_rows for block in blocks)
     starts = np.concatenate([[0], np.cumsum([block.width for block in blocks])])

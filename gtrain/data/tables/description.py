@@ -32,7 +32,7 @@ _LABELS = ("key", "label", "split")
 _NODES = (*_SOURCES, *_READING, *_FEATURES, *_LABELS, "time", "labels")
 _EDGES = (
     *(*_SOURCES, *_READING, *_FEATURES, "source", "target", "source_type", "target_type", "relation"),
-    *("weight", "time", "split", "undirected"),
+    *("weight", "time", "split", "undirected", "optional"),
 )
 _COLUMN = ("kind", "separator", "max_values", "encoder")
 
@@ -118,7 +118,21 @@ class NodeDescription:
 
 @dataclass(frozen=True)
 class EdgeDescription:
-    """The table of one edge type; ``source`` and ``target`` None: columns of usual names, or else the first two."""
+    """The table of one edge type.
+
+    Attributes:
+        type: types of the sources and targets, with the relation between them.
+        place: the table.
+        features: columns of features.
+        source: columns of the source's key; None: columns of usual names, or else the first two; empty: the rows.
+        target: likewise, of the target.
+        relation: column of relations.
+        weight: column of weights.
+        time: column of times.
+        split: column of splits.
+        undirected: whether each row means an edge in both directions.
+        optional: whether a row without a target is no edge, as a foreign key may be null; else it is an error.
+    """
 
     type: tuple[str, str, str]
     place: Place
@@ -130,6 +144,7 @@ class EdgeDescription:
     time: str | None
     split: str | None
     undirected: bool
+    optional: bool = False
 
 
 def node_descriptions(nodes: Any) -> dict[str, NodeDescription]:
@@ -210,6 +225,7 @@ def _edge(key: str, relation: str, value: Any, node_types: Sequence[str]) -> Edg
         time=_name(key, "time", entry),
         split=_name(key, "split", entry),
         undirected=bool(entry.get("undirected", False)),
+        optional=bool(entry.get("optional", False)),
     )
 
 
@@ -259,10 +275,23 @@ def _place(key: str, entry: Mapping[str, Any]) -> Place:
 
 
 def _features(key: str, entry: Mapping[str, Any]) -> Features:
-    named = _names(key, "features", entry)
-    columns = {}
-    for name, value in (entry.get("columns") or {}).items():
-        within = f"{key}.columns.{name}"
+    choices = column_choices(f"{key}.columns", entry.get("columns") or {})
+    return Features(_names(key, "features", entry), _names(key, "ignore", entry) or (), choices)
+
+
+def column_choices(key: str, columns: Mapping[str, Any]) -> dict[str, ColumnChoice]:
+    """Return what a user says about single columns: a kind, or the attributes of a :class:`ColumnChoice`.
+
+    Args:
+        key: the setting, for messages.
+        columns: by name.
+
+    Raises:
+        ConfigError: a kind or an attribute is unknown, or a text has no encoder.
+    """
+    choices = {}
+    for name, value in columns.items():
+        within = f"{key}.{name}"
         choice = {"kind": value} if isinstance(value, str) else value
         if not isinstance(choice, Mapping) or set(choice) - set(_COLUMN):
             raise ConfigError(f"{within}={value} was set.", hint=f"give a kind, or a mapping of {', '.join(_COLUMN)}.")
@@ -275,8 +304,8 @@ def _features(key: str, entry: Mapping[str, Any]) -> Features:
                 hint="encoder: {_target_: your_package.embed, _partial_: true}, a function from a list of strings to "
                 "an array with a row for each.",
             )
-        columns[str(name)] = ColumnChoice(**choice)
-    return Features(named, _names(key, "ignore", entry) or (), columns)
+        choices[str(name)] = ColumnChoice(**choice)
+    return choices
 
 
 def _names(key: str, name: str, entry: Mapping[str, Any]) -> tuple[str, ...] | None:

@@ -39,6 +39,8 @@ class KeyForm:
 def node_key(table: Table, named: tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the columns of a node table's key: those that were named, else ``id``, else the first one.
 
+    No columns were named with ``()``: the nodes are numbered in the order of the rows.
+
     Raises:
         DataError: the table lacks one of them.
     """
@@ -89,21 +91,27 @@ class NodeKeys:
     def __init__(self, node_type: str, origin: Place | None) -> None:
         self._type, self._origin = node_type, origin
         self._dictionary = Dictionary()
+        self._rows: int | None = None
         self.form: KeyForm | None = None
 
     def __len__(self) -> int:
-        return len(self._dictionary)
+        return len(self._dictionary) if self._rows is None else self._rows
 
     def add(self, table: Table, columns: tuple[str, ...]) -> None:
-        """Add the keys of a node table, whose row i gets the id i.
+        """Add the keys of a node table, whose row i gets the id i; without columns, the rows.
 
         Raises:
             DataError: a key is missing, or occurs twice; names both rows.
         """
+        if not columns:
+            names = list(table.types)[:1]
+            self._rows = sum(len(batch) for _, batch in table.batches(names))
+            return
         self.form = key_form(table, columns)
         for first, batch in table.batches(columns):
-            ids = self._dictionary.encode(Keys.interleaved(texts(batch, columns, table, first)))
-            row = first_true(ids != np.arange(first, first + len(ids)))
+            rows = np.arange(first, first + len(batch))
+            ids = self._dictionary.encode(Keys.interleaved(texts(batch, columns, table, rows)))
+            row = first_true(ids != rows)
             if row is not None:
                 earlier, key = int(ids[row]), _shown(batch, columns, row)
                 raise DataError(
@@ -111,18 +119,20 @@ class NodeKeys:
                     hint=f"give each node of {self._origin.key if self._origin else self._type} one row",
                 )
 
-    def find(self, table: Table, columns: tuple[str, ...], batch: Any, first: int) -> Ints:
+    def find(self, table: Table, columns: tuple[str, ...], batch: Any, rows: Ints) -> Ints:
         """Return the ids of the nodes that a batch of rows names.
 
         Args:
             table: the table of the rows.
-            columns: the columns with the key.
+            columns: the columns with the key; none: nodes are the table's rows.
             batch: rows of the table.
-            first: number of the first row.
+            rows: their numbers.
 
         Raises:
             DataError: a key is missing, or not in the node table; names file, row and value.
         """
+        if not columns:
+            return rows
         if self.form is None:
             self.form = key_form(table, columns)
         if len(columns) != len(self.form.columns):
@@ -132,22 +142,25 @@ class NodeKeys:
                 hint="name as many columns, in the same order",
             )
         known = len(self._dictionary)
-        ids = self._dictionary.encode(Keys.interleaved(texts(batch, columns, table, first)))
+        ids = self._dictionary.encode(Keys.interleaved(texts(batch, columns, table, rows)))
         if self._origin is not None and (row := first_true(ids >= known)) is not None:
+            key = f"{_column_words(columns)} {_shown(batch, columns, row)}"
             raise DataError(
-                f"{table.row(first + row)}: the {_column_words(columns)} {_shown(batch, columns, row)} is not in the "
-                f"node table {self._origin.key}",
+                f"{table.row(int(rows[row]))}: the {key} is not in the node table {self._origin.key}",
                 hint=f"add the node to that table, or remove the row; without {self._origin.key} the nodes are those "
                 "that edges name",
             )
         return ids
 
     def names(self) -> Any:
-        """Return the names by id, a ``pyarrow`` array of strings; no further keys can be added or found."""
-        return self._dictionary.freeze()
+        """Return the names by id, a ``pyarrow`` array of strings; no further keys can be added or found.
+
+        None if the nodes are rows without a key.
+        """
+        return self._dictionary.freeze() if self._rows is None else None
 
 
-def texts(batch: Any, columns: Sequence[str], table: Table, first: int) -> Any:
+def texts(batch: Any, columns: Sequence[str], table: Table, rows: Ints) -> Any:
     """Return the keys of some rows as strings: whole numbers in decimal digits, several columns joined.
 
     Raises:
@@ -160,10 +173,10 @@ def texts(batch: Any, columns: Sequence[str], table: Table, first: int) -> Any:
         missing = pc.is_null(column, nan_is_null=True).to_numpy(zero_copy_only=False)
         if (row := first_true(missing)) is not None:
             raise DataError(
-                f"{table.row(first + row)}: the key {name!r} has no value", hint="give it a value, or remove the row"
+                f"{table.row(int(rows[row]))}: the key {name!r} has no value", hint="give it a value, or remove the row"
             )
         if pa.types.is_floating(column.type):  # pandas turns whole numbers into these if some are missing
-            column = _whole(column, name, table, first)
+            column = _whole(column, name, table, rows)
         strings = column.cast(pa.large_string())
         joined = (
             strings
@@ -173,18 +186,26 @@ def texts(batch: Any, columns: Sequence[str], table: Table, first: int) -> Any:
     lengths = pc.binary_length(joined).to_numpy(zero_copy_only=False)
     if (row := first_true((lengths == 0) | (lengths > _LONGEST))) is not None:
         raise DataError(
-            f"{table.row(first + row)}: the key has {lengths[row]} bytes", hint=f"write a key of 1..{_LONGEST} bytes"
+            f"{table.row(int(rows[row]))}: the key has {lengths[row]} bytes", hint=f"write a key of 1..{_LONGEST} bytes"
         )
     return joined
 
 
-def _whole(column: Any, name: str, table: Table, first: int) -> Any:
+def _whole(column: Any, name: str, table: Table, rows: Ints) -> Any:
     values = column.to_numpy(zero_copy_only=False)
     if (row := first_true(values != np.round(values))) is not None:
         raise DataError(
-            f"{table.row(first + row)}: the key {name!r} is {values[row]}", hint="keys are whole numbers or strings"
+            f"{table.row(int(rows[row]))}: the key {name!r} is {values[row]}", hint="keys are whole numbers or strings"
         )
     return column.cast(pa.int64())
+
+
+def has_key(batch: Any, columns: Sequence[str]) -> NDArray[np.bool_]:
+    """Return which rows have a value in each of the columns."""
+    present = np.ones(len(batch), bool)
+    for name in columns:
+        present &= ~pc.is_null(batch[name], nan_is_null=True).to_numpy().astype(bool)
+    return present
 
 
 def _shown(batch: Any, columns: Sequence[str], row: int) -> str:

@@ -127,9 +127,9 @@ def masks(splits: NDArray[Any], rows: Ints, num_nodes: int) -> dict[str, Tensor]
     return result
 
 
-def rows_of(table: Table, find: Callable[[Any, int], Ints], columns: Sequence[str]) -> Ints:
+def rows_of(table: Table, find: Callable[[Any, Ints], Ints], columns: Sequence[str]) -> Ints:
     """Return the node of each row of a table of its own, ``[R]``."""
-    found = [find(batch, first) for first, batch in table.batches(columns)]
+    found = [find(batch, np.arange(first, first + len(batch))) for first, batch in table.batches(columns)]
     return np.concatenate([np.empty(0, np.int64), *found])
 
 

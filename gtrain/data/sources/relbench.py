@@ -1,0 +1,229 @@
+"""Relational databases with a task, in the form of RelBench."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch_geometric.data import Data, HeteroData
+
+from gtrain.data.config import RelBenchConfig
+from gtrain.data.readers.files import find_folder, similar
+from gtrain.data.tables.description import (
+    EdgeDescription,
+    Features,
+    LabelColumns,
+    NodeDescription,
+    Place,
+    column_choices,
+)
+from gtrain.data.tables.graph import REVERSE, TableData
+from gtrain.errors import ConfigError, DataError, unreadable
+from gtrain.graph.store.tables import EdgeArrays
+
+ALWAYS = -(2**62)
+"""The time of rows of tables without times: before every other."""
+TASK = "task"
+"""The node type of the rows of the task's tables."""
+_SPLITS = ("train", "val", "test")
+_NOTHING = Features((), (), {})
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table of the database, and what its metadata say.
+
+    Attributes:
+        paths: its files.
+        columns: names of its columns.
+        key: column of the primary key; None: rows have none.
+        time: column of the time at which a row comes into being; None: it is always there.
+        foreign: the table that each foreign key refers to, by column.
+    """
+
+    paths: tuple[Path, ...]
+    columns: tuple[str, ...]
+    key: str | None
+    time: str | None
+    foreign: Mapping[str, str]
+
+
+class RelBenchData(TableData[RelBenchConfig]):
+    """A relational database as a temporal heterogeneous graph, with a task on the rows of one of its tables.
+
+    Each row of a table is a node with its time, and each foreign key an edge in both directions (Fey et al. 2024,
+    "Position: Relational Deep Learning"). Each row of the task's tables is a node of the type ``task`` with a time, a
+    label and an edge from its entity; an entity has as many of them as there are times at which it is asked about.
+    No edge leads from these nodes, so that no label is seen through another row. With ``temporal_strategy`` a seed sees
+    rows that are not later than its time alone.
+
+    Files are as RelBench caches them: ``db/<table>.parquet`` and ``tasks/<name>/{train,val,test}.parquet``, with
+    ``pkey_col``, ``time_col`` and ``fkey_col_to_pkey_table`` in the metadata of each file.
+
+    Its settings are those of :class:`~gtrain.data.config.RelBenchConfig`.
+    """
+
+    name = "relbench"
+
+    @cached_property
+    def described_nodes(self) -> dict[str, NodeDescription]:
+        """The tables of the database, and the rows of the task."""
+        chosen = self.settings.columns or {}
+        if unknown := [name for name in chosen if name not in self._database]:
+            raise ConfigError(
+                f"data.columns.{unknown[0]} was set; the tables are {', '.join(self._database)}.", hint="correct it."
+            )
+        nodes = {}
+        for name, table in self._database.items():
+            place = self._place(name, table)
+            choices = column_choices(f"data.columns.{name}", chosen.get(name) or {})
+            features = Features(None, tuple(table.foreign), choices)
+            labels = LabelColumns(place, None, None, None)
+            nodes[name] = NodeDescription(name, place, (table.key,) if table.key else (), features, labels, table.time)
+        place = self._place(TASK, self._task)
+        labels = LabelColumns(place, None, self._label, None)
+        nodes[TASK] = NodeDescription(TASK, place, (), _NOTHING, labels, self._task.time)
+        return nodes
+
+    @cached_property
+    def described_edges(self) -> list[EdgeDescription]:
+        """The foreign keys."""
+        edges = []
+        for name, table in self._database.items():
+            for column, other in table.foreign.items():
+                rows = (table.key,) if table.key else ()
+                edges.append(self._foreign_key((name, column, other), self._place(name, table), rows, (column,)))
+        for column, entity in self._task.foreign.items():
+            # From the entity to the row, and not back.
+            place = self._place(TASK, self._task)
+            edges.append(self._foreign_key((entity, f"{REVERSE}{column}", TASK), place, (column,), ()))
+        return edges
+
+    def read(self) -> Data | HeteroData | EdgeArrays:
+        """Read the database and the task."""
+        graph = super().read()
+        assert isinstance(graph, HeteroData)
+        for name in graph.node_types:
+            count = int(graph[name].num_nodes or 0)
+            if "x" not in graph[name]:
+                graph[name].x = torch.ones(count, 1)  # else a model would learn a row of its own for each node
+            if "time" not in graph[name]:
+                graph[name].time = torch.full((count,), ALWAYS)
+        first = 0
+        for split, rows in zip(_SPLITS, self._task_rows, strict=True):
+            mask = torch.zeros(int(graph[TASK].num_nodes or 0), dtype=torch.bool)
+            mask[first : first + rows] = True
+            graph[TASK][f"{split}_mask"], first = mask, first + rows
+        return graph
+
+    # ------------------------------------------------------------------------------------------------------- files
+
+    @cached_property
+    def _folder(self) -> Path:
+        return find_folder("data.path", self.settings.path, self.root, "name the folder that has db and tasks")
+
+    @cached_property
+    def _database(self) -> dict[str, _Table]:
+        files = sorted((self._folder / "db").glob("*.parquet"))
+        if not files:
+            raise DataError(
+                f"data.path={self.settings.path}: {self._folder / 'db'} has no *.parquet",
+                hint="name a folder that RelBench wrote: db/<table>.parquet and tasks/<name>",
+            )
+        tables = {file.stem: _described(file) for file in files}
+        for name, table in tables.items():
+            for column, other in table.foreign.items():
+                if other not in tables:
+                    raise DataError(
+                        f"{table.paths[0]}: the foreign key {column!r} of {name} refers to the table {other!r}, and "
+                        f"{self._folder / 'db'} has {', '.join(tables)}",
+                        hint=f"add {other}.parquet, or remove the key from the metadata",
+                    )
+        return tables
+
+    @cached_property
+    def _task(self) -> _Table:
+        folder = self._folder / "tasks" / self.settings.name
+        if not folder.is_dir():
+            tasks = sorted(path.name for path in (self._folder / "tasks").glob("*") if path.is_dir())
+            raise DataError(
+                f"data.name={self.settings.name}: no such task in {self._folder / 'tasks'}",
+                hint=f"the tasks are {', '.join(tasks)}" if tasks else "name a folder of train, val and test.parquet",
+            )
+        files = [folder / f"{split}.parquet" for split in _SPLITS]
+        for file in files:
+            if not file.is_file():
+                raise DataError(f"{file}: no such file", hint=f"a task has three files{similar(file.name, [folder])}")
+        tables = [_described(file) for file in files]
+        if tables[0].time is None or not tables[0].foreign:
+            raise DataError(
+                f"{files[0]}: its metadata name {'no time' if tables[0].time is None else 'no entity'}",
+                hint="write time_col and fkey_col_to_pkey_table, as RelBench does",
+            )
+        columns = tuple(name for name in tables[0].columns if all(name in table.columns for table in tables))
+        return _Table(tuple(files), columns, None, tables[0].time, tables[0].foreign)
+
+    @property
+    def _task_rows(self) -> list[int]:
+        return [pq.read_metadata(file).num_rows for file in self._task.paths]
+
+    @property
+    def _label(self) -> str:
+        others = [name for name in self._task.columns if name not in (*self._task.foreign, self._task.time)]
+        if self.settings.label is not None:
+            return self.settings.label
+        if len(others) != 1:
+            raise ConfigError(
+                f"data.name={self.settings.name} has {len(others)} columns that are neither a key nor the time"
+                + (f": {', '.join(others)}." if others else "."),
+                hint="set data.label to the column of labels.",
+            )
+        return others[0]
+
+    def _place(self, name: str, table: _Table) -> Place:
+        return Place(name, path=[str(path) for path in table.paths])
+
+    def _foreign_key(
+        self, kind: tuple[str, str, str], place: Place, source: tuple[str, ...], target: tuple[str, ...]
+    ) -> EdgeDescription:
+        both = not kind[1].startswith(REVERSE)
+        return EdgeDescription(
+            kind,
+            Place(f"{place.key}.{kind[1]}", path=place.path),
+            _NOTHING,
+            source,
+            target,
+            relation=None,
+            weight=None,
+            time=None,
+            split=None,
+            undirected=both,
+            optional=True,
+        )
+
+
+def _described(file: Path) -> _Table:
+    """Return what the metadata of a file say."""
+    with unreadable(f"{file} is not a Parquet file, or is damaged", "write it again", pa.ArrowInvalid, OSError):
+        schema = pq.read_schema(file)
+    try:
+        known = {key.decode(): value for key, value in (schema.metadata or {}).items()}
+        key, time, foreign = (json.loads(known[name]) for name in ("pkey_col", "time_col", "fkey_col_to_pkey_table"))
+        named: Sequence[str] = [name for name in (key, time, *foreign) if name is not None]
+    except (KeyError, ValueError, TypeError) as error:
+        raise DataError(
+            f"{file} has no metadata pkey_col, time_col and fkey_col_to_pkey_table",
+            hint="write the file with RelBench's Table.save, or add them to the schema's metadata as JSON",
+        ) from error
+    if missing := [name for name in named if name not in schema.names]:
+        raise DataError(
+            f"{file} has no column {missing[0]!r}, which its metadata name; it has {', '.join(schema.names)}",
+            hint="correct the metadata",
+        )
+    return _Table((file,), tuple(schema.names), key, time, dict(foreign))

@@ -1,0 +1,439 @@
+"""The base of sources that read tables: a graph of one node type or of several, from described tables."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.utils import coalesce
+
+from gtrain.data.config import TableConfig
+from gtrain.data.ingest.columns import Column
+from gtrain.data.ingest.dictionary import first_true
+from gtrain.data.module import ColumnFact, GraphDataModule, file_stamp
+from gtrain.data.readers.files import find_files
+from gtrain.data.tables.columns import (
+    ColumnSchema,
+    apply,
+    feature_columns,
+    infer,
+    present,
+    side_by_side,
+    whole_seconds,
+)
+from gtrain.data.tables.description import (
+    ColumnChoice,
+    EdgeDescription,
+    Features,
+    LabelColumns,
+    NodeDescription,
+    Place,
+)
+from gtrain.data.tables.keys import NodeKeys, edge_ends, has_key, node_key
+from gtrain.data.tables.labels import UNLABELLED, masks, read_labels, read_split, rows_of
+from gtrain.data.tables.reading import Table, open_table, query_files
+from gtrain.errors import DataError
+from gtrain.graph.store.manifest import HELD_OUT, NODE_TYPE
+from gtrain.graph.store.tables import EdgeArrays
+
+log = logging.getLogger("gtrain")
+
+IN_MEMORY_EDGES = 10_000_000
+"""The largest number of edges, counting both directions, of a graph of one type that is held in memory."""
+REVERSE = "rev_"
+"""Begins the relation of reverse edges between two node types."""
+
+
+@dataclass
+class _Edges:
+    """The edges of one type: ids of both ends, and tensors ``[E, ...]`` by name."""
+
+    source: Column
+    target: Column
+    tensors: dict[str, NDArray[Any]] = field(default_factory=dict)
+    splits: NDArray[Any] | None = None
+
+    def chosen(self, rows: NDArray[np.int64]) -> _Edges:
+        """Return the edges of some rows, whose ends are all that were read."""
+        tensors = {name: values[rows] for name, values in self.tensors.items()}
+        return _Edges(self.source, self.target, tensors, None if self.splits is None else self.splits[rows])
+
+
+T = TypeVar("T", bound=TableConfig)
+
+
+class TableData(GraphDataModule[T]):
+    """A graph from tables that a source describes.
+
+    A source sets :attr:`described_nodes` and :attr:`described_edges`.
+    """
+
+    @property
+    @abstractmethod
+    def described_nodes(self) -> Mapping[str, NodeDescription]:
+        """The node tables, by type."""
+
+    @property
+    @abstractmethod
+    def described_edges(self) -> Sequence[EdgeDescription]:
+        """The edge tables."""
+
+    @property
+    def origin(self) -> str:
+        """Where the graph comes from, for messages."""
+        places = [nodes.place for nodes in self.described_nodes.values()]
+        places += [edges.place for edges in self.described_edges]
+        return ", ".join(place.key if place.path is None else f"{place.key}={place.path}" for place in places)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the stamps of the files, and what the user said about each table."""
+        nodes = {name: self._described(described) for name, described in self.described_nodes.items()}
+        edges = {",".join(described.type): self._described(described) for described in self.described_edges}
+        options = {"max_values": self.settings.max_values, "time_scale": self.settings.time_scale}
+        trained = {} if self.trained is None else {"trained": _digest(repr(self.trained).encode())}
+        return {"nodes": nodes, "edges": edges, **options, **trained}
+
+    def check_files(self) -> None:
+        """Refuse missing files, failing queries and unknown columns."""
+        for nodes in self.described_nodes.values():
+            table = self._open(nodes.place)
+            node_key(table, nodes.key)
+            table.check([nodes.time])
+            if self.trained is None:
+                labels = nodes.labels
+                self._open(labels.place).check([labels.label, labels.split, *(labels.key or ())])
+            feature_columns(table, nodes.features, [])
+        for edges in self.described_edges:
+            table = self._open(edges.place)
+            edge_ends(table, edges.source, edges.target)
+            table.check([edges.relation, edges.weight, edges.time, edges.split])
+            feature_columns(table, edges.features, [])
+
+    def read(self) -> Data | HeteroData | EdgeArrays:
+        """Read the tables."""
+        self._facts = {"schema": {}, "keys": {}}
+        keys = {name: NodeKeys(name, nodes.place) for name, nodes in self.described_nodes.items()}
+        for edges in self.described_edges:
+            for end in (edges.type[0], edges.type[2]):
+                keys.setdefault(end, NodeKeys(end, None))
+        for name, nodes in self.described_nodes.items():
+            table = self._open(nodes.place)
+            keys[name].add(table, node_key(table, nodes.key))
+        read = {edges.type: self._edges(edges, keys) for edges in self.described_edges}
+        tensors = {name: self._nodes(nodes, keys[name]) for name, nodes in self.described_nodes.items()}
+        is_single = len(keys) == 1 and len(read) <= 1
+        for name, numbers in keys.items():
+            stored = NODE_TYPE if is_single else name
+            if numbers.form is not None:
+                self._facts["keys"][stored] = asdict(numbers.form)
+        counts = {name: len(numbers) for name, numbers in keys.items()}
+        graph = self._homogeneous(read, tensors, counts) if is_single else self._heterogeneous(read, tensors, counts)
+        names = {NODE_TYPE if is_single else name: numbers.names() for name, numbers in keys.items()}
+        self._names = {**self._names, **{name: known for name, known in names.items() if known is not None}}
+        return graph
+
+    def columns(self) -> list[ColumnFact]:
+        """Return the role of each column of each table; transformations of features are inferred from their values."""
+        facts = []
+        for nodes in self.described_nodes.values():
+            table, labels = self._open(nodes.place), nodes.labels
+            own = labels.place.key == nodes.place.key
+            roles: dict[str | None, str] = {name: "key" for name in node_key(table, nodes.key)}
+            roles |= {nodes.time: "time"} | {labels.label: "label", labels.split: "split"} if own else {}
+            facts += self._column_facts(table, nodes.features, roles)
+            if not own:
+                apart = self._open(labels.place)
+                named: dict[str | None, str] = {name: "key" for name in node_key(apart, labels.key)}
+                named |= {labels.label: "label", labels.split: "split"}
+                facts += [ColumnFact(apart.place.key, name, role, "") for name, role in named.items() if name]
+        for edges in self.described_edges:
+            table = self._open(edges.place)
+            source, target = edge_ends(table, edges.source, edges.target)
+            roles = {
+                **dict.fromkeys(source, f"source: {edges.type[0]}"),
+                **dict.fromkeys(target, f"target: {edges.type[2]}"),
+            }
+            named = {edges.relation: "relation", edges.weight: "weight", edges.time: "time", edges.split: "split"}
+            facts += self._column_facts(table, edges.features, {**roles, **named})
+        return facts
+
+    def _column_facts(self, table: Table, features: Features, roles: dict[str | None, str]) -> list[ColumnFact]:
+        chosen = feature_columns(table, features, list(roles))
+        result = []
+        for name in table.types:
+            role, detail = roles.get(name, "left out"), ""
+            if name in chosen:
+                schema = infer(table, name, features.columns.get(name, ColumnChoice()), self.settings.max_values)
+                if schema is not None:
+                    role, detail = schema.kind, schema.summary
+            result.append(ColumnFact(table.place.key, name, role, detail))
+        return result
+
+    @property
+    def _no_label(self) -> int | None:
+        return UNLABELLED
+
+    # ----------------------------------------------------------------------------------------------------- nodes
+
+    def _nodes(self, nodes: NodeDescription, keys: NodeKeys) -> dict[str, Tensor]:
+        """Return the tensors of a node type."""
+        table, chosen = self._open(nodes.place), nodes.labels
+        columns = node_key(table, nodes.key)
+        own = chosen.place.key == nodes.place.key
+        taken = [*columns, nodes.time, *((chosen.label, chosen.split) if own else ())]
+        result: dict[str, Tensor] = {}
+        x = self._features(f"nodes {nodes.type}", table, nodes.features, taken)
+        if x is not None:
+            result["x"] = x
+        if nodes.time is not None:
+            result["time"] = whole_seconds(table.column(nodes.time), nodes.time, table, self.settings.time_scale)
+        if chosen.label is None and chosen.split is None:
+            return result
+        labels, rows = table, np.arange(len(keys))
+        if not own:
+            labels = self._open(chosen.place)
+            named = node_key(labels, chosen.key or (columns if set(columns) <= set(labels.types) else None))
+            rows = rows_of(labels, partial(keys.find, labels, named), named)
+        if chosen.label is not None and chosen.label in labels.types:
+            result["y"] = self._labels(nodes.type, labels, chosen.label, rows, len(keys))
+        if chosen.split is not None and chosen.split in labels.types:
+            result |= masks(read_split(labels, chosen.split), rows, len(keys))
+        return result
+
+    def _labels(self, node_type: str, table: Table, name: str, rows: NDArray[np.int64], num_nodes: int) -> Tensor:
+        trained = self.trained or {}
+        of_model = trained.get("label_values") if trained.get("target") in (None, node_type) else None
+        read = read_labels(table, name, rows, num_nodes, of_model, trained.get("multilabel") if of_model else None)
+        self._facts["label_values"] = read.classes
+        return read.y
+
+    def _features(self, key: str, table: Table, features: Features, taken: list[str | None]) -> Tensor | None:
+        """Return the features of a table's rows, ``[N, F]``; None without any."""
+        trained = (self.trained or {}).get("schema")
+        choices = features.columns
+        if trained is None:
+            named = feature_columns(table, features, taken)
+            found = (infer(table, n, choices.get(n, ColumnChoice()), self.settings.max_values) for n in named)
+            schemas = [schema for schema in found if schema is not None]
+        else:
+            schemas = [ColumnSchema.of(fields) for fields in trained.get(key, [])]
+            _check_trained(table, schemas)
+        self._facts["schema"][key] = [schema.fields() for schema in schemas]
+        if not schemas:
+            return None
+        return side_by_side([apply(table, s, choices.get(s.name, ColumnChoice())) for s in schemas])
+
+    # ----------------------------------------------------------------------------------------------------- edges
+
+    def _edges(self, edges: EdgeDescription, keys: Mapping[str, NodeKeys]) -> _Edges:
+        """Read the edges of one type."""
+        table = self._open(edges.place)
+        source, target = edge_ends(table, edges.source, edges.target)
+        read = _Edges(Column(self.store, np.int32), Column(self.store, np.int32))
+        kept = []
+        for first, batch in table.batches(list(dict.fromkeys((*source, *target)))):
+            rows = np.arange(first, first + len(batch))
+            if edges.optional:
+                chosen = np.flatnonzero(has_key(batch, target))
+                batch, rows = batch.take(chosen), rows[chosen]
+                kept.append(rows)
+            read.source.append(keys[edges.type[0]].find(table, source, batch, rows))
+            read.target.append(keys[edges.type[2]].find(table, target, batch, rows))
+        if edges.weight is not None:
+            read.tensors["edge_weight"] = self._weights(table, edges.weight)
+        if edges.time is not None:
+            times = whole_seconds(table.column(edges.time), edges.time, table, self.settings.time_scale)
+            read.tensors["edge_time"] = times.numpy()
+        if edges.relation is not None:
+            read.tensors["edge_type"] = self._relations(table, edges.relation)
+        taken = [*source, *target, edges.relation, edges.weight, edges.time, edges.split]
+        attributes = self._features(f"edges {','.join(edges.type)}", table, edges.features, taken)
+        if attributes is not None:
+            read.tensors["edge_attr"] = attributes.to_dense().numpy()
+        if edges.split is not None and self.task == "link":
+            read.splits = read_split(table, edges.split)
+        return read.chosen(np.concatenate(kept)) if kept else read
+
+    def _weights(self, table: Table, name: str) -> NDArray[np.float32]:
+        column = present(table.column(name), table)
+        try:
+            values = column.cast(pa.float64()).to_numpy()
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise DataError(
+                f"{table.place.key}: the column of weights {name!r} holds {column.type}: {str(error).splitlines()[0]}",
+                hint="name a column of numbers",
+            ) from error
+        if (row := first_true(~(np.abs(values) <= np.finfo(np.float32).max))) is not None:
+            raise DataError(
+                f"{table.row(row)}: the weight is {values[row]}",
+                hint="give each edge a weight that is finite in 32 bits",
+            )
+        if (row := first_true(values < 0)) is not None:
+            where = f"{table.row(row)}: the weight is {values[row]:g}"
+            self.check_negative(where)
+            self._facts["negative_weight"] = where
+        return values.astype(np.float32)
+
+    def _relations(self, table: Table, name: str) -> NDArray[np.int64]:
+        column = present(table.column(name), table)
+        if column.null_count:
+            row = first_true(column.is_null().to_numpy().astype(bool)) or 0
+            raise DataError(f"{table.row(row)}: the column {name!r} has no relation", hint="give each edge a relation")
+        coded = column.cast(pa.string()).combine_chunks().dictionary_encode()
+        coded = coded.combine_chunks() if isinstance(coded, pa.ChunkedArray) else coded
+        self._names = {**self._names, "relation": coded.dictionary.to_pylist()}
+        self._facts["num_relations"] = len(coded.dictionary)
+        return coded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+
+    # ----------------------------------------------------------------------------------------------------- graphs
+
+    def _homogeneous(
+        self,
+        read: Mapping[tuple[str, str, str], _Edges],
+        tensors: Mapping[str, dict[str, Tensor]],
+        counts: Mapping[str, int],
+    ) -> Data | EdgeArrays:
+        (num_nodes,) = counts.values()
+        node_tensors = next(iter(tensors.values()), {})
+        edges = next(iter(read.values()), None)
+        if edges is None:
+            return Data(edge_index=torch.empty(2, 0, dtype=torch.int64), num_nodes=num_nodes, **node_tensors)
+        (described,) = self.described_edges
+        if len(edges.source) * (1 + described.undirected) > IN_MEMORY_EDGES:
+            if described.undirected:
+                _append_reversed(edges)
+            held = _by_split(edges)
+            columns = held.pop("train")
+            ends = columns.pop("source"), columns.pop("target")
+            return EdgeArrays(num_nodes, *ends, columns, dict(node_tensors), held)
+        data = Data(num_nodes=num_nodes, **node_tensors)
+        _set_edges(data, edges, described.undirected, num_nodes)
+        return data
+
+    def _heterogeneous(
+        self,
+        read: Mapping[tuple[str, str, str], _Edges],
+        tensors: Mapping[str, dict[str, Tensor]],
+        counts: Mapping[str, int],
+    ) -> HeteroData:
+        graph = HeteroData()
+        for name, count in counts.items():
+            graph[name].num_nodes = count
+            graph[name].update(tensors.get(name, {}))
+        for described in self.described_edges:
+            source, relation, target = described.type
+            edges, same = read[described.type], source == target
+            _set_edges(graph[described.type], edges, described.undirected and same, counts[source])
+            if described.undirected and not same:
+                reverse = graph[target, f"{REVERSE}{relation}", source]
+                reverse.update({n: v for n, v in graph[described.type].items() if not n.startswith(HELD_OUT)})
+                reverse.edge_index = reverse.edge_index.flip(0)
+        return graph
+
+    # ------------------------------------------------------------------------------------------------------ files
+
+    def _open(self, place: Place) -> Table:
+        if place.key not in self._tables:
+            self._tables[place.key] = open_table(place, self.root, self.store)
+        return self._tables[place.key]
+
+    @cached_property
+    def _tables(self) -> dict[str, Table]:
+        """The tables that this process has opened, by the setting that names them."""
+        return {}
+
+    def _described(self, described: NodeDescription | EdgeDescription) -> dict[str, Any]:
+        """Return what identifies a table: the stamps of its files, or its query, and the meaning of its columns."""
+        places = {"files": described.place}
+        if isinstance(described, NodeDescription) and described.labels.place.key != described.place.key:
+            places["labels"] = described.labels.place
+        content = {name: self._stamps(place) for name, place in places.items()}
+        options = {name: _plain(value) for name, value in vars(described).items() if name not in ("place", "type")}
+        return {**content, **options}
+
+    def _stamps(self, place: Place) -> Any:
+        if place.frame is not None:
+            return _digest(*(batch.serialize() for batch in place.frame.to_batches()))
+        if place.path is not None:
+            return [file_stamp(path) for path in find_files(f"{place.key}.path", place.path, self.root)]
+        return [place.duckdb or place.polars, [file_stamp(path) for path in query_files(place)]]
+
+
+def _check_trained(table: Table, schemas: Sequence[ColumnSchema]) -> None:
+    """Refuse a table without a column that a model was trained on."""
+    for schema in schemas:
+        if schema.name not in table.types:
+            raise DataError(
+                f"{table.place.key}: {table.where} has no column {schema.name!r}, which the checkpoint's model was "
+                f"trained on; it has {', '.join(table.types)}",
+                hint="give the new data the columns of the training data",
+            )
+
+
+def _set_edges(storage: Any, edges: _Edges, undirected: bool, num_nodes: int) -> None:
+    """Set the edges of a PyG storage; undirected duplicates are merged unless they have times or relations."""
+    if undirected:
+        _append_reversed(edges)
+    by_split = _by_split(edges)
+    for split, columns in by_split.items():
+        prefix = "" if split == "train" else f"{split}_"
+        ends = [columns.pop(name).astype(np.int64) for name in ("source", "target")]
+        index = torch.from_numpy(np.stack(ends))
+        values = {name: torch.from_numpy(np.array(column)) for name, column in columns.items()}
+        if undirected and not prefix and len(by_split) == 1 and not {"edge_time", "edge_type"} & set(values):
+            index, merged = coalesce(index, list(values.values()), num_nodes=num_nodes, reduce="mean")
+            values = dict(zip(values, merged, strict=True))
+        storage[f"{prefix}edge_index"] = index
+        storage.update({f"{prefix}{name}": value for name, value in values.items()})
+
+
+def _append_reversed(edges: _Edges) -> None:
+    """Append the reverse of each edge except self-loops."""
+    source, target = edges.source.array(), edges.target.array()
+    rows = np.flatnonzero(source != target)
+    reversed_ends = target[rows], source[rows]
+    edges.source.append(reversed_ends[0])
+    edges.target.append(reversed_ends[1])
+    edges.tensors = {name: np.concatenate([values, values[rows]]) for name, values in edges.tensors.items()}
+    if edges.splits is not None:
+        edges.splits = np.concatenate([edges.splits, edges.splits[rows]])
+
+
+def _by_split(edges: _Edges) -> dict[str, dict[str, NDArray[Any]]]:
+    """Return the columns of the edges by split; ``train`` alone without a column of splits."""
+    columns = {"source": edges.source.array(), "target": edges.target.array(), **edges.tensors}
+    if edges.splits is None:
+        return {"train": columns}
+    chosen = {split: np.flatnonzero(edges.splits == split) for split in ("train", *HELD_OUT)}
+    return {split: {n: np.asarray(v)[rows] for n, v in columns.items()} for split, rows in chosen.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return what the user said as JSON; a function as its name, with its arguments."""
+    if isinstance(value, LabelColumns):
+        return {name: _plain(item) for name, item in vars(value).items() if name != "place"}
+    if isinstance(value, (Features, ColumnChoice)):
+        return {name: _plain(item) for name, item in vars(value).items()}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, partial):
+        return [_plain(value.func), [str(argument) for argument in value.args], _plain(value.keywords)]
+    return f"{value.__module__}.{value.__qualname__}" if callable(value) else value
+
+
+def _digest(*parts: Any) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:16]
