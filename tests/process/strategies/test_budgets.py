@@ -111,8 +111,9 @@ def test_an_epoch_of_sage_sends_each_row_once_in_each_direction(counts: dict[str
     # Layers whose result is narrower than their input are multiplied before they are summed.
     widths = (HIDDEN, HIDDEN, CLASSES)
     rows = [4 * sent * width for width in widths] + [4 * received * width for width in reversed(widths)]
-    # A sum of the seeds' weight; gradients, with a number for each tensor that says whether it has one.
-    assert found.sizes == [*rows[:3], 8, *rows[3:], 4 * (found.parameters + 9)]
+    # Sums of the seeds' weight and of the ranks that are asked to end; gradients, with a number for each tensor that
+    # says whether it has one.
+    assert found.sizes == [*rows[:3], 16, *rows[3:], 4 * (found.parameters + 9)]
     assert found.calls == {"spmm": 2 * 2 * 3}  # a pass over the edges of each rank's rows: blocks, directions, layers
 
 
@@ -121,7 +122,7 @@ def test_an_epoch_of_sage_sends_each_row_once_in_each_direction(counts: dict[str
 def test_an_epoch_of_gat_sends_logits_with_the_rows(counts: dict[str, Counts], mode: int) -> None:
     found = counts[f"gat, mode {mode}"]
     sent = found.halo[1]
-    assert found.sizes[:4] == [4 * sent * (HIDDEN + 4)] * 3 + [8]  # no logits of edges
+    assert found.sizes[:4] == [4 * sent * (HIDDEN + 4)] * 3 + [16]  # no logits of edges
     assert len(found.sizes) == 3 + 1 + 2 * 3 + 1 and found.sizes[-1] == 4 * (found.parameters + 12)
     # Backward: at most the rows' gradients, and for the other's targets what their softmax needs.
     assert sum(found.sizes[4:-1]) <= 3 * 4 * sum(found.halo) * (HIDDEN + 2 * 4)
@@ -131,7 +132,7 @@ def test_an_epoch_of_gat_sends_logits_with_the_rows(counts: dict[str, Counts], m
 @pytest.mark.slow
 def test_a_step_of_sampled_batches_sends_gradients_once(counts: dict[str, Counts]) -> None:
     found = counts["pyg"]
-    assert found.sizes == 3 * [8, 4 * (found.parameters + 6)]  # features are requested apart from these messages
+    assert found.sizes == 3 * [16, 4 * (found.parameters + 6)]  # features are requested apart from these messages
     assert found.calls == {"spmm": 3 * 3}  # of the first layer forward only: features need no gradient
 
 
@@ -183,8 +184,8 @@ def test_a_step_of_ps_sends_each_server_its_rows_and_its_gradients_once(tmp_path
     # Ids of 4 bytes, each to one server, and 2 bytes for the number of a row's entries on each server.
     assert sum(calls["submit(multiply)"]) == steps * (4 * share * nonzeros + 2 * servers * share)
     # Gradients of the products by all servers; those of the bias and the last layer once, with a number for each of
-    # the three tensors that says whether it has one.
-    rest = hidden + 2 * (hidden + 1) + 3
+    # the three tensors that says whether it has one, and a number that says whether the job is asked to end.
+    rest = hidden + 2 * (hidden + 1) + 3 + 1
     assert sum(calls["submit(commit)"]) == 4 * steps * (servers * share * hidden + rest)
     assert not allocations
 
