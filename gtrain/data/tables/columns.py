@@ -24,6 +24,7 @@ log = logging.getLogger("gtrain")
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
+_NUMBERS = ("number", "plain", "date")
 UNIQUE_SHARE, UNIQUE_VALUES = 0.5, 100
 """Strings with more distinct values than this share of the rows and this number are text, not categories."""
 
@@ -57,9 +58,7 @@ class ColumnSchema:
     @property
     def num_columns(self) -> int:
         """Number of columns of ``x``."""
-        own = {"number": 1, "date": 1, "category": len(self.values), "list": len(self.values)}.get(
-            self.kind, self.width
-        )
+        own = 1 if self.kind in _NUMBERS else self.width + len(self.values)
         return own + self.other + self.missing
 
     @classmethod
@@ -126,11 +125,12 @@ def infer(table: Table, name: str, choice: ColumnChoice, max_values: int) -> Col
         return None
     schema = ColumnSchema(name, kind, separator=choice.separator)
     missing = bool(pc.any(pc.is_null(column, nan_is_null=True)).as_py())
-    if kind in ("number", "date"):
+    if kind in _NUMBERS:
         numbers = _numbers(column, schema, table)
         known = numbers[~np.isnan(numbers)]
-        mean, deviation = (float(known.mean()), float(known.std())) if known.size else (0.0, 1.0)
-        return replace(schema, mean=mean, deviation=deviation or 1.0, missing=missing)
+        if kind == "plain" or ((known == 0) | (known == 1)).all():
+            return replace(schema, kind="plain", missing=missing)
+        return replace(schema, mean=float(known.mean()), deviation=float(known.std()) or 1.0, missing=missing)
     if kind in ("category", "list"):
         items = _strings(column) if kind == "category" else _items(column, schema, table)[1]
         limit = choice.max_values if choice.max_values is not None else max_values
@@ -151,7 +151,7 @@ def apply(table: Table, schema: ColumnSchema, choice: ColumnChoice) -> Block:
     """
     column = present(table.column(schema.name), table)
     null = pc.is_null(column, nan_is_null=True).to_numpy().astype(bool)
-    if schema.kind in ("number", "date"):
+    if schema.kind in _NUMBERS:
         scaled = (_numbers(column, schema, table) - schema.mean) / schema.deviation
         parts = [np.where(null, 0.0, scaled), *([null] if schema.missing else [])]
         return Block(np.stack(parts, axis=1).astype(np.float32), None, schema.num_columns, len(column))
@@ -251,15 +251,13 @@ def _useless(column: Any, kind: str, choice: ColumnChoice) -> str | None:
 def _numbers(column: Any, schema: ColumnSchema, table: Table) -> NDArray[np.float64]:
     """Return numbers, or seconds since 1970; NaN where a value is missing."""
     if _is_text(column.type):
-        convert = _parsed_numbers if schema.kind == "number" else _parsed_dates
+        convert = _parsed_dates if schema.kind == "date" else _parsed_numbers
         try:
             return convert(column)
         except pa.ArrowInvalid:
             row = _first_wrong(column, convert)
-            wanted = "a number" if schema.kind == "number" else "a date"
-            hint = (
-                "correct the value" if schema.kind == "number" else "write dates as 2024-05-31 or 2024-05-31 12:30:00"
-            )
+            wanted = "a date" if schema.kind == "date" else "a number"
+            hint = "write it as 2024-05-31 or 2024-05-31 12:30:00" if schema.kind == "date" else "correct the value"
             raise _wrong(table, schema.name, row, column[row].as_py(), f"is not {wanted}", hint) from None
     if schema.kind == "date":
         return _seconds(column)

@@ -15,7 +15,8 @@ SINGLE_RELATION = "to"
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL")
 """Texts that mean a missing value, in text files and in columns of strings; keys are exempt."""
 KINDS = {
-    "number": "standardised to mean 0 and deviation 1",
+    "number": "standardised to mean 0 and deviation 1, or as it is where all values are 0 and 1",
+    "plain": "numbers as they are",
     "category": "one column of 0 and 1 for each value",
     "list": "one column of 0 and 1 for each item",
     "vector": "lists of equally many numbers, as they are",
