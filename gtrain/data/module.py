@@ -610,7 +610,7 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         options = (self._no_label, num_classes, self.normalize_features, self.origin, self.trained is not None)
         facts = prepare_graph(graph, Preparation(self.task, self.target, self.split, *options))
         facts |= weight_facts(graph, self.origin) | self.extra_facts()
-        facts |= {name: value for name, value in trained.items() if facts.get(name) is None}
+        facts |= {name: trained[name] for name in CLASS_FACTS if name in trained and facts.get(name) is None}
         if "negative_weight" in facts:
             self.check_negative(facts["negative_weight"])
         if facts.get("edge_weights") == [0, 0]:
@@ -664,7 +664,8 @@ def _source(name: str) -> Any:
     return getattr(module, f"{name.title()}Data")
 
 
-TRAINING_FACTS = ("num_classes", "multilabel", "label_values", "target", "schema")
+CLASS_FACTS = ("num_classes", "multilabel", "label_values", "target")
+TRAINING_FACTS = (*CLASS_FACTS, "num_features", "schema", "numbering")
 """The facts of training data that a model's predictions on other data depend on."""
 
 

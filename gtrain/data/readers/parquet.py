@@ -279,7 +279,7 @@ class LabelColumn:
         self._labels.append(labels)
         self._labelled.append(labelled)
 
-    def classes(self, num_classes: int | None) -> tuple[Tensor, list[Any] | None]:
+    def classes(self, num_classes: int | None, known: list[Any] | None = None) -> tuple[Tensor, list[Any] | None]:
         """Number the labels in the order of their values; see :func:`~gtrain.data.sources.feature_rows.number_labels`.
 
         Returns:
@@ -287,9 +287,9 @@ class LabelColumn:
         """
         labels, labelled = np.concatenate(self._labels), np.concatenate(self._labelled)
         if self._texts is None:
-            classes, values = number_labels(labels, num_classes)
+            classes, values = number_labels(labels, num_classes, known)
         else:
-            ranks, values = number_labels(np.array(list(self._texts)), num_classes)
+            ranks, values = number_labels(np.array(list(self._texts)), num_classes, known)
             classes = ranks[torch.from_numpy(labels)]
         return among_unlabelled(classes, labelled, self._unlabelled), values
 

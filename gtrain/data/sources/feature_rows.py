@@ -15,8 +15,11 @@ from torch_geometric.data import Data
 from gtrain.data.ingest.columns import Column
 from gtrain.data.module import SPARSE_OUTLINE, GraphDataModule, S
 from gtrain.data.prepare.split import MASKS, SplitOptions
-from gtrain.errors import ConfigError
+from gtrain.errors import ConfigError, DataError
 from gtrain.graph.store.tables import csr_tensor
+
+ABSENT = -(2**62)
+"""The label of rows without one, where no other value means that."""
 
 
 class RowData(GraphDataModule[S]):
@@ -43,8 +46,20 @@ class RowData(GraphDataModule[S]):
         return Data(x=x, y=y, edge_index=torch.empty(2, 0, dtype=torch.int64), num_nodes=len(y), **masks)
 
     @property
+    def known_classes(self) -> tuple[int | None, list[Any] | None]:
+        """The number of classes and the label of each, as far as the settings or a trained model determine them."""
+        trained = self.trained or {}
+        number = trained.get("num_classes") if self.num_classes is None else self.num_classes
+        return number, trained.get("label_values")
+
+    @property
+    def unlabelled_value(self) -> int | None:
+        """The label of rows without a label; None: each row has one. Rows for a trained model need none."""
+        return ABSENT if self.unlabelled is None and self.trained is not None else self.unlabelled
+
+    @property
     def _no_label(self) -> int | None:
-        return no_label(self.unlabelled)
+        return no_label(self.unlabelled_value)
 
 
 def row_masks(num_rows: int, num_train: int, split: SplitOptions) -> dict[str, Tensor]:
@@ -77,16 +92,32 @@ def row_masks(num_rows: int, num_train: int, split: SplitOptions) -> dict[str, T
     return masks
 
 
-def number_labels(labels: NDArray[Any], num_classes: int | None) -> tuple[Tensor, list[Any] | None]:
+def number_labels(
+    labels: NDArray[Any], num_classes: int | None, known: list[Any] | None = None
+) -> tuple[Tensor, list[Any] | None]:
     """Number labels in the order of their values.
 
     Args:
         labels: whole numbers or strings, ``[N]``.
         num_classes: the number of classes, if set; labels within 0..C-1 are not renumbered then.
+        known: the label that each class of a trained model stands for; None: the labels determine the classes.
 
     Returns:
         The classes, int64 ``[N]``, and the label that each class stands for; None without renumbering.
+
+    Raises:
+        DataError: a label is none of the model's.
     """
+    if known is not None:
+        numbers = {label: number for number, label in enumerate(known)}
+        others = [label for label in np.unique(labels).tolist() if label not in numbers]
+        if others:
+            raise DataError(
+                f"the label {others[0]!r} is none of the {len(known)} classes of the checkpoint: "
+                f"{', '.join(map(str, known[:10]))}",
+                hint=f"correct the labels, or set data.unlabelled={others[0]} if it means no label",
+            )
+        return torch.tensor([numbers[label] for label in labels.tolist()], dtype=torch.int64), known
     values, classes = np.unique(labels, return_inverse=True)
     if values.size and values.dtype.kind == "i" and values[0] >= 0 and values[-1] < (num_classes or 0):
         return torch.from_numpy(labels.astype(np.int64)), None

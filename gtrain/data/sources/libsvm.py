@@ -73,11 +73,13 @@ class LibsvmData(RowData[LibsvmConfig]):
 
     def _features(self, files: list[LibsvmRows]) -> Tensor:
         base = 0 if any(rows.lowest == 0 for rows in files) else 1
+        if self.trained is not None:
+            base = int(self.trained["numbering"]["the first feature id"])
         if str(self.settings.index_base) != "auto":
             base = int(self.settings.index_base)
         self._first_feature = base
         highest = max(base if rows.highest is None else rows.highest for rows in files)
-        width = self.settings.num_features or highest + 1 - base
+        width = self.settings.num_features or (self.trained or {}).get("num_features") or highest + 1 - base
         entries = RowColumns(self.store)
         for rows in files:
             if base == 1 and rows.lowest == 0:
@@ -121,9 +123,9 @@ class LibsvmData(RowData[LibsvmConfig]):
                     hint="correct the line, or set data.labels=multi if rows may have any number of labels",
                 )
         labels = np.concatenate([rows.labels for rows in files]).astype(np.int64)
-        labelled = labels != self.unlabelled
-        classes, values = number_labels(labels[labelled], self.num_classes)
-        return among_unlabelled(classes, labelled, self.unlabelled), values
+        labelled = labels != self.unlabelled_value
+        classes, values = number_labels(labels[labelled], *self.known_classes)
+        return among_unlabelled(classes, labelled, self.unlabelled_value), values
 
     def _label_matrix(self, files: list[LibsvmRows]) -> Tensor:
         """Return the labels as a matrix of zeros and ones, float ``[N, C]``."""

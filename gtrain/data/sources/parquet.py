@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from torch_geometric.data import Data
 
 from gtrain.data.config import ParquetConfig
@@ -62,7 +63,8 @@ class ParquetData(RowData[ParquetConfig]):
         """Refuse missing files, and columns that the files' schemas lack or have with other types."""
         table, source = self._open_files().schema.empty_table(), self._source_of(0)
         self._blocks(table, source)
-        check_label(table[self.settings.label].type, self.settings.label, source)
+        if self._has_labels:
+            check_label(table[self.settings.label].type, self.settings.label, source)
 
     def _source_of(self, first_row: int) -> BatchSource:
         return BatchSource(self.origin, self.settings.nulls == "zero", first_row)
@@ -74,14 +76,14 @@ class ParquetData(RowData[ParquetConfig]):
         """
         files = self._open_files()
         layout = self._layout(files)
-        labels, entries = LabelColumn(self.settings.label, self.unlabelled), RowColumns(self.store)
+        labels, entries = LabelColumn(self.settings.label, self.unlabelled_value), RowColumns(self.store)
         for first_row, table in files.read(self._columns):
             source = self._source_of(first_row)
-            labels.append(table[self.settings.label], source)
+            labels.append(table[self.settings.label] if self._has_labels else _no_labels(len(table)), source)
             counts, ids, values = layout.rows(self._blocks(table, source), len(table))
             entries.add_rows(counts)
             entries.add_entries(ids, values)
-        y, label_values = labels.classes(self.num_classes)
+        y, label_values = labels.classes(*self.known_classes)
         return self.rows_as_graph(entries.tensor(layout.width), y, files.counts["path"], label_values)
 
     def numbering(self) -> dict[str, Any]:
@@ -110,8 +112,14 @@ class ParquetData(RowData[ParquetConfig]):
     @property
     def _columns(self) -> list[str]:
         """The named columns, the label first."""
-        named = (self.settings.label, self.settings.ids, self.settings.values, *self._dense, *self._categorical)
+        label = self.settings.label if self._has_labels else None
+        named = (label, self.settings.ids, self.settings.values, *self._dense, *self._categorical)
         return list(dict.fromkeys(name for name in named if name))
+
+    @property
+    def _has_labels(self) -> bool:
+        """Whether the files have the column of labels, which rows for a trained model may lack."""
+        return self.trained is None or self.settings.label in column_names(self._files()["path"][0])
 
     def _open_files(self) -> ParquetFiles:
         files = self._files()
@@ -127,7 +135,7 @@ class ParquetData(RowData[ParquetConfig]):
     def _layout(self, files: ParquetFiles) -> FeatureLayout:
         """Return the first column of ``x`` of each block: dense columns, ids, categories."""
         widths, ids = [1] * len(self._dense), self.settings.ids
-        if ids is not None and (width := self.settings.num_features) is not None:
+        if ids is not None and (width := self._num_ids) is not None:
             widths.append(width)
         elif ids is not None:
             batches = ((table, self._source_of(first_row)) for first_row, table in files.read([ids]))
@@ -141,10 +149,17 @@ class ParquetData(RowData[ParquetConfig]):
             )
         return layout
 
+    @property
+    def _num_ids(self) -> int | None:
+        """The number of feature ids: the setting, or that of a trained model; None: the largest id + 1."""
+        if self.settings.num_features is not None or self.trained is None:
+            return self.settings.num_features
+        return int(self.trained["num_features"]) - len(self._dense) - self.settings.buckets * len(self._categorical)
+
     def _blocks(self, table: Any, source: BatchSource) -> list[Entries]:
         """Return the entries of each block of columns of ``x``."""
         blocks = [dense_entries(table, name, source) for name in self._dense]
-        ids, limit = self.settings.ids, self.settings.num_features
+        ids, limit = self.settings.ids, self._num_ids
         if ids is not None:
             rows, columns, values = list_entries(table, ids, self.settings.values, source)
             if limit is not None and (position := first_true(columns >= limit)) is not None:
@@ -155,3 +170,8 @@ class ParquetData(RowData[ParquetConfig]):
                 )
             blocks.append((rows, columns, values))
         return [*blocks, *(hashed_entries(table, name, self.settings.buckets, source) for name in self._categorical)]
+
+
+def _no_labels(count: int) -> Any:
+    """Return a column of labels of rows that have none."""
+    return pa.chunked_array([pa.nulls(count, pa.int64())])
