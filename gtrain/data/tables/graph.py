@@ -101,8 +101,7 @@ class TableData(GraphDataModule[T]):
         nodes = {name: self._described(described) for name, described in self.described_nodes.items()}
         edges = {",".join(described.type): self._described(described) for described in self.described_edges}
         options = {"max_values": self.settings.max_values, "time_scale": self.settings.time_scale}
-        trained = {} if self.trained is None else {"trained": _digest(repr(self.trained).encode())}
-        return {"nodes": nodes, "edges": edges, **options, **trained}
+        return {"nodes": nodes, "edges": edges, **options}
 
     def check_files(self) -> None:
         """Refuse missing files, failing queries and unknown columns."""
@@ -150,7 +149,8 @@ class TableData(GraphDataModule[T]):
             table, labels = self._open(nodes.place), nodes.labels
             own = labels.place.key == nodes.place.key
             roles: dict[str | None, str] = {name: "key" for name in node_key(table, nodes.key)}
-            roles |= {nodes.time: "time"} | {labels.label: "label", labels.split: "split"} if own else {}
+            roles[nodes.time] = "time"
+            roles |= {labels.label: "label", labels.split: "split"} if own else {}
             facts += self._column_facts(table, nodes.features, roles)
             if not own:
                 apart = self._open(labels.place)

@@ -289,3 +289,11 @@ def test_labelled_new_data_are_the_test_split(write: Write, tmp_path: Path) -> N
     wrong.follow(training_of(trained.open_store()))
     with pytest.raises(DataError, match="new.csv, line 2: the label 'z' is none of the checkpoint's 2 classes: x, y"):
         wrong.prepare_data()
+
+
+def test_columns_of_labels_in_a_table_of_their_own_are_described(write: Write, tmp_path: Path) -> None:
+    labels = {"path": write("l.csv", "id,kind\n1,a\n2,b\n"), "label": "kind"}
+    nodes = {"path": write("n.csv", "id,at\n1,2020-01-01\n2,2020-01-02\n"), "time": "at", "labels": labels}
+    found = [(fact.table, fact.name, fact.role) for fact in data(tmp_path, nodes=nodes).columns()]
+    own, apart = "data.nodes", "data.nodes.labels"
+    assert found == [(own, "id", "key"), (own, "at", "time"), (apart, "id", "key"), (apart, "kind", "label")]
