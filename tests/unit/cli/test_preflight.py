@@ -237,7 +237,7 @@ def test_a_mistake_is_refused_before_the_data_are_read(overrides: list[str], sai
         ),
         (
             ["+cluster.bogus=1"],
-            "cluster.bogus=1 was set; cluster has no key bogus; its keys are isolated, key_file, kind",
+            "cluster.bogus=1 was set; cluster has no key bogus; its keys are grace_seconds, isolated, key_file, kind",
         ),
         (["+paths.bogus=1"], "paths.bogus=1 was set; paths has no key bogus; its keys are data, run, runs, stores"),
         (["+data.bogus=1"], "data.bogus=1 was set; data has no key bogus; its keys are"),
