@@ -47,11 +47,11 @@ class FewEdges:
 
     def add_to_targets(self, rows: Tensor, total: Tensor, share: Tensor | None) -> None:
         """Add the row of each edge's source, times its target's share, to the target's row of ``total``, in place."""
-        _add_to_targets(self._ends, as_numpy(rows), as_numpy(total), as_numpy(share))
+        _add(self._ends, 1, as_numpy(rows), as_numpy(total), as_numpy(share))
 
     def add_to_sources(self, rows: Tensor, total: Tensor, share: Tensor | None) -> None:
         """Add the row of each edge's target, times the target's share, to the source's row of ``total``, in place."""
-        _add_to_sources(self._ends, as_numpy(rows), as_numpy(total), as_numpy(share))
+        _add(self._ends, 0, as_numpy(rows), as_numpy(total), as_numpy(share))
 
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
@@ -69,24 +69,17 @@ def _count(ends: Any, num_sources: int, in_degree: Any) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _add_to_targets(ends: Any, x: Any, out: Any, share: Any) -> None:
-    """``out[i] += share[i] * x[j]`` for each edge j -> i; x ``[S, C]``, out ``[T, C]``, share ``[T]`` or None."""
+def _add(ends: Any, into: int, x: Any, out: Any, share: Any) -> None:
+    """Add the row of ``x`` at one end of each edge, times its target's share, to the row of ``out`` at the other end.
+
+    Shapes:
+        ends ``[2, E]``: sources and targets; ``into`` is the row of the ends that ``out`` belongs to; share ``[T]`` or
+        None.
+    """
     width, source, total = x.shape[1], data(x), data(out)
     for e in range(ends.shape[1]):
-        j, i = ends[0, e], ends[1, e]
+        to, of = ends[into, e], ends[1 - into, e]
         if share is None:
-            add(total, i * width, source, j * width, width)
+            add(total, to * width, source, of * width, width)
         else:
-            add_scaled(total, i * width, source, j * width, share[i], width)
-
-
-@njit(cache=True, nogil=True)
-def _add_to_sources(ends: Any, x: Any, out: Any, share: Any) -> None:
-    """``out[j] += share[i] * x[i]`` for each edge j -> i; x ``[T, C]``, out ``[S, C]``, share ``[T]`` or None."""
-    width, source, total = x.shape[1], data(x), data(out)
-    for e in range(ends.shape[1]):
-        j, i = ends[0, e], ends[1, e]
-        if share is None:
-            add(total, j * width, source, i * width, width)
-        else:
-            add_scaled(total, j * width, source, i * width, share[i], width)
+            add_scaled(total, to * width, source, of * width, share[ends[1, e]], width)
