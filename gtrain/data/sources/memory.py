@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,10 @@ class MemoryData(GraphDataModule[DataConfig]):
 
     def identity(self) -> dict[str, Any]:
         """Return a digest of the graph's tensors."""
+        return {"digest": self._digest}
+
+    @cached_property
+    def _digest(self) -> str:
         digest = hashlib.sha256()
         for store in self.graph.stores:
             digest.update(repr(getattr(store, "_key", None)).encode())
@@ -60,7 +65,7 @@ class MemoryData(GraphDataModule[DataConfig]):
                 digest.update(name.encode())
                 for part in _parts(value):
                     digest.update(part)
-        return {"digest": digest.hexdigest()[:16]}
+        return digest.hexdigest()[:16]
 
     def read(self) -> Data | HeteroData:
         """Return a copy that shares the tensors."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gtrain.data.ingest.dictionary import first_true
 from gtrain.data.tables.description import ColumnChoice, Features
-from gtrain.data.tables.reading import Table
+from gtrain.data.tables.reading import Table, in_one_piece, is_text
 from gtrain.errors import DataError
 from gtrain.graph.store.tables import csr_tensor, is_worthwhile
 
@@ -207,7 +207,7 @@ def side_by_side(blocks: Sequence[Block]) -> Tensor:
 
 def present(column: Any, table: Table) -> Any:
     """Return a column in which texts that mean a missing value are null, and others have no blanks around them."""
-    if not _is_text(column.type):
+    if not is_text(column.type):
         return column
     trimmed = pc.utf8_trim_whitespace(column)
     absent = pc.is_in(trimmed, pa.array(table.place.missing, trimmed.type))
@@ -223,7 +223,7 @@ def _kind(column: Any) -> str:
         return "date"
     if types.is_list(dtype) or types.is_large_list(dtype) or types.is_fixed_size_list(dtype):
         return "vector" if types.is_floating(dtype.value_type) else "list"
-    if not _is_text(dtype):
+    if not is_text(dtype):
         return "ignore"
     for kind, convert in (("number", _parsed_numbers), ("date", _parsed_dates)):
         try:
@@ -250,7 +250,7 @@ def _useless(column: Any, kind: str, choice: ColumnChoice) -> str | None:
 
 def _numbers(column: Any, schema: ColumnSchema, table: Table) -> NDArray[np.float64]:
     """Return numbers, or seconds since 1970; NaN where a value is missing."""
-    if _is_text(column.type):
+    if is_text(column.type):
         convert = _parsed_dates if schema.kind == "date" else _parsed_numbers
         try:
             return convert(column)
@@ -332,7 +332,7 @@ def _strings(column: Any) -> Any:
 
 def _items(column: Any, schema: ColumnSchema, table: Table) -> tuple[Ints, Any]:
     """Return the row of each item of a column of lists, and the items as strings."""
-    if _is_text(column.type):
+    if is_text(column.type):
         if schema.separator is None:
             raise DataError(
                 f"{table.place.key}: the column {schema.name!r} holds text, and lists are expected",
@@ -344,8 +344,7 @@ def _items(column: Any, schema: ColumnSchema, table: Table) -> tuple[Ints, Any]:
             f"{table.place.key}: the column {schema.name!r} holds {column.type}, and lists are expected",
             hint=f"set {table.place.key}.columns.{schema.name} to another kind",
         )
-    whole = column.combine_chunks()
-    whole = whole.chunk(0) if isinstance(whole, pa.ChunkedArray) else whole
+    whole = in_one_piece(column)
     counts = pc.fill_null(pc.list_value_length(whole), 0).to_numpy(zero_copy_only=False)
     items = _strings(pc.list_flatten(whole))
     if schema.separator is not None:
@@ -363,8 +362,7 @@ def _most_frequent(items: Any, limit: int) -> tuple[tuple[str, ...], bool]:
 
 def _vectors(column: Any, schema: ColumnSchema, table: Table) -> Floats:
     """Return lists of equally many numbers, ``[N, width]``; a missing list is 0."""
-    whole = column.combine_chunks()
-    whole = whole.chunk(0) if isinstance(whole, pa.ChunkedArray) else whole
+    whole = in_one_piece(column)
     if pa.types.is_fixed_size_list(whole.type):
         whole = whole.cast(pa.large_list(whole.type.value_type))
     lengths = pc.fill_null(pc.list_value_length(whole), -1).to_numpy(zero_copy_only=False)
@@ -413,7 +411,3 @@ def _first_wrong(column: Any, convert: Any) -> int:
 def _wrong(table: Table, name: str, row: int, value: Any, problem: str, hint: str) -> DataError:
     shown = repr(value) if isinstance(value, str) and " " not in value[:4] else str(value)
     return DataError(f"{table.row(row)}: the column {name!r}: {shown} {problem}", hint=hint)
-
-
-def _is_text(dtype: Any) -> bool:
-    return bool(pa.types.is_string(dtype) or pa.types.is_large_string(dtype) or pa.types.is_string_view(dtype))

@@ -42,7 +42,7 @@ from gtrain.data.tables.description import (
 )
 from gtrain.data.tables.keys import NodeKeys, edge_ends, has_key, node_key
 from gtrain.data.tables.labels import UNLABELLED, masks, read_labels, read_split, rows_of
-from gtrain.data.tables.reading import Table, open_table, query_files
+from gtrain.data.tables.reading import Table, in_one_piece, open_table, query_files
 from gtrain.errors import DataError
 from gtrain.graph.store.manifest import HELD_OUT, NODE_TYPE
 from gtrain.graph.store.tables import EdgeArrays
@@ -154,7 +154,7 @@ class TableData(GraphDataModule[T]):
             facts += self._column_facts(table, nodes.features, roles)
             if not own:
                 apart = self._open(labels.place)
-                named: dict[str | None, str] = {name: "key" for name in node_key(apart, labels.key)}
+                named: dict[str | None, str] = {name: "key" for name in _label_key(apart, labels, table, nodes)}
                 named |= {labels.label: "label", labels.split: "split"}
                 facts += [ColumnFact(apart.place.key, name, role, "") for name, role in named.items() if name]
         for edges in self.described_edges:
@@ -203,7 +203,7 @@ class TableData(GraphDataModule[T]):
         labels, rows = table, np.arange(len(keys))
         if not own:
             labels = self._open(chosen.place)
-            named = node_key(labels, chosen.key or (columns if set(columns) <= set(labels.types) else None))
+            named = _label_key(labels, chosen, table, nodes)
             rows = rows_of(labels, partial(keys.find, labels, named), named)
         if chosen.label is not None and chosen.label in labels.types:
             result["y"] = self._labels(nodes.type, labels, chosen.label, rows, len(keys))
@@ -290,8 +290,7 @@ class TableData(GraphDataModule[T]):
         if column.null_count:
             row = first_true(column.is_null().to_numpy().astype(bool)) or 0
             raise DataError(f"{table.row(row)}: the column {name!r} has no relation", hint="give each edge a relation")
-        coded = column.cast(pa.string()).combine_chunks().dictionary_encode()
-        coded = coded.combine_chunks() if isinstance(coded, pa.ChunkedArray) else coded
+        coded = in_one_piece(column.cast(pa.string())).dictionary_encode()
         self._names = {**self._names, "relation": coded.dictionary.to_pylist()}
         self._facts["num_relations"] = len(coded.dictionary)
         return coded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
@@ -353,6 +352,11 @@ class TableData(GraphDataModule[T]):
         """The tables that this process has opened, by the setting that names them."""
         return {}
 
+    @cached_property
+    def _digests(self) -> dict[str, str]:
+        """Digests of the frames, which take as long as reading them."""
+        return {}
+
     def _described(self, described: NodeDescription | EdgeDescription) -> dict[str, Any]:
         """Return what identifies a table: the stamps of its files, or its query, and the meaning of its columns."""
         places = {"files": described.place}
@@ -364,10 +368,18 @@ class TableData(GraphDataModule[T]):
 
     def _stamps(self, place: Place) -> Any:
         if place.frame is not None:
-            return _digest(*(batch.serialize() for batch in place.frame.to_batches()))
+            if place.key not in self._digests:
+                self._digests[place.key] = _digest(*(batch.serialize() for batch in place.frame.to_batches()))
+            return self._digests[place.key]
         if place.path is not None:
             return [file_stamp(path) for path in find_files(f"{place.key}.path", place.path, self.root)]
         return [place.duckdb or place.polars, [file_stamp(path) for path in query_files(place)]]
+
+
+def _label_key(labels: Table, chosen: LabelColumns, table: Table, nodes: NodeDescription) -> tuple[str, ...]:
+    """Return the columns of the key in a table of labels: those that were named, else those of the node table."""
+    columns = node_key(table, nodes.key)
+    return node_key(labels, chosen.key or (columns if set(columns) <= set(labels.types) else None))
 
 
 def _check_trained(table: Table, schemas: Sequence[ColumnSchema]) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gtrain.data.ingest.dictionary import Dictionary, Keys, first_true
 from gtrain.data.tables.description import Place
-from gtrain.data.tables.reading import Table
+from gtrain.data.tables.reading import Table, in_one_piece
 from gtrain.errors import DataError
 from gtrain.graph.store.names import JOINT
 
@@ -168,8 +168,7 @@ def texts(batch: Any, columns: Sequence[str], table: Table, rows: Ints) -> Any:
     """
     joined = None
     for name in columns:
-        column = batch[name].combine_chunks()
-        column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+        column = in_one_piece(batch[name])
         missing = pc.is_null(column, nan_is_null=True).to_numpy(zero_copy_only=False)
         if (row := first_true(missing)) is not None:
             raise DataError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from gtrain.data.ingest.dictionary import first_true
 from gtrain.data.prepare.split import MASKS
 from gtrain.data.tables.columns import present
-from gtrain.data.tables.reading import Table
+from gtrain.data.tables.reading import Table, in_one_piece, is_text
 from gtrain.errors import DataError
 
 Ints = NDArray[np.int64]
@@ -72,8 +72,7 @@ def read_labels(
             hint="name another column",
         )
     if lists:
-        whole = column.combine_chunks()
-        whole = whole.chunk(0) if isinstance(whole, pa.ChunkedArray) else whole
+        whole = in_one_piece(column)
         counts = pc.fill_null(pc.list_value_length(whole), 0).to_numpy(zero_copy_only=False)
         positions, values = np.repeat(np.arange(len(whole)), counts), _values(pc.list_flatten(whole), name, table)
     else:
@@ -106,8 +105,8 @@ def read_split(table: Table, name: str) -> NDArray[Any]:
         DataError: a value is no split; names file, row and value.
     """
     column = present(table.column(name), table)
-    words = [None if word is None else SPLITS.get(str(word).lower(), word) for word in pc.unique(column).to_pylist()]
-    splits = dict(zip(pc.unique(column).to_pylist(), words, strict=True))
+    values = pc.unique(column).to_pylist()
+    splits = {value: None if value is None else SPLITS.get(str(value).lower(), value) for value in values}
     for value, split in splits.items():
         if split not in (None, *SPLITS.values()):
             row = first_true(pc.equal(column, pa.scalar(value, column.type)).to_numpy().astype(bool)) or 0
@@ -149,7 +148,7 @@ def _values(column: Any, name: str, table: Table) -> Any:
         return column.cast(pa.int64())
     if types.is_integer(dtype):
         return column.cast(pa.int64())
-    if types.is_string(dtype) or types.is_large_string(dtype) or types.is_string_view(dtype):
+    if is_text(dtype):
         try:
             return column.cast(pa.int64())
         except pa.ArrowInvalid:

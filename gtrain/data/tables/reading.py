@@ -310,6 +310,17 @@ def open_table(place: Place, root: Path, scratch: Path) -> Table:
     )
 
 
+def in_one_piece(column: Any) -> Any:
+    """Return a column as a single array."""
+    whole = column.combine_chunks()
+    return whole.chunk(0) if isinstance(whole, pa.ChunkedArray) else whole
+
+
+def is_text(dtype: Any) -> bool:
+    """Return whether a type of pyarrow is one of strings."""
+    return bool(pa.types.is_string(dtype) or pa.types.is_large_string(dtype) or pa.types.is_string_view(dtype))
+
+
 def query_files(place: Place) -> list[Path]:
     """Return the files that a query names in quotes, as far as they exist."""
     text = place.duckdb or place.polars or ""
