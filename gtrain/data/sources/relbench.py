@@ -70,6 +70,7 @@ class RelBenchData(TableData[RelBenchConfig]):
     """
 
     name = "relbench"
+    always_featured = True
 
     @cached_property
     def described_nodes(self) -> dict[str, NodeDescription]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gtrain.data.ingest.dictionary import first_true
 from gtrain.data.tables.description import ColumnChoice, Features
-from gtrain.data.tables.reading import Table, in_one_piece, is_text
+from gtrain.data.tables.reading import Table, in_one_piece, is_date, is_list, is_text
 from gtrain.errors import DataError
 from gtrain.graph.store.tables import csr_tensor, is_worthwhile
 
@@ -219,9 +219,9 @@ def _kind(column: Any) -> str:
     types, dtype = pa.types, column.type
     if types.is_integer(dtype) or types.is_floating(dtype) or types.is_boolean(dtype) or types.is_decimal(dtype):
         return "number"
-    if types.is_date(dtype) or types.is_timestamp(dtype):
+    if is_date(dtype):
         return "date"
-    if types.is_list(dtype) or types.is_large_list(dtype) or types.is_fixed_size_list(dtype):
+    if is_list(dtype):
         return "vector" if types.is_floating(dtype.value_type) else "list"
     if not is_text(dtype):
         return "ignore"

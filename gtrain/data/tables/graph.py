@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -42,6 +42,7 @@ from gtrain.data.tables.description import (
 )
 from gtrain.data.tables.keys import NodeKeys, edge_ends, has_key, node_key
 from gtrain.data.tables.labels import UNLABELLED, masks, read_labels, read_split, rows_of
+from gtrain.data.tables.outline import outline
 from gtrain.data.tables.reading import Table, in_one_piece, open_table, query_files
 from gtrain.errors import DataError
 from gtrain.graph.store.manifest import HELD_OUT, NODE_TYPE
@@ -89,6 +90,17 @@ class TableData(GraphDataModule[T]):
     def described_edges(self) -> Sequence[EdgeDescription]:
         """The edge tables."""
 
+    always_featured: ClassVar[bool] = False
+    """Whether all nodes have features, whatever columns the tables have."""
+
+    @property
+    def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """What the descriptions and the types of the columns tell; None for new data, and where values decide."""
+        if self.trained is not None:
+            return None
+        types = self._edge_types if self._has_types else None
+        return outline(self.described_nodes, self.described_edges, self._open, types, self.always_featured)
+
     @property
     def origin(self) -> str:
         """Where the graph comes from, for messages."""
@@ -131,7 +143,7 @@ class TableData(GraphDataModule[T]):
             keys[name].add(table, node_key(table, nodes.key))
         read = {edges.type: self._edges(edges, keys) for edges in self.described_edges}
         tensors = {name: self._nodes(nodes, keys[name]) for name, nodes in self.described_nodes.items()}
-        is_single = len(keys) == 1 and len(read) <= 1
+        is_single = not self._has_types
         for name, numbers in keys.items():
             stored = NODE_TYPE if is_single else name
             if numbers.form is not None:
@@ -179,6 +191,23 @@ class TableData(GraphDataModule[T]):
                     role, detail = schema.kind, schema.summary
             result.append(ColumnFact(table.place.key, name, role, detail))
         return result
+
+    @property
+    def _has_types(self) -> bool:
+        """Whether the graph has several types of nodes, or several tables of edges."""
+        ends = {end for edges in self.described_edges for end in (edges.type[0], edges.type[2])}
+        return len(ends | {*self.described_nodes}) > 1 or len(self.described_edges) > 1
+
+    @property
+    def _edge_types(self) -> list[tuple[str, str, str]]:
+        """The edge types of a graph with types."""
+        types = []
+        for edges in self.described_edges:
+            source, relation, target = edges.type
+            types.append(edges.type)
+            if edges.undirected and source != target:
+                types.append((target, f"{REVERSE}{relation}", source))
+        return types
 
     @property
     def _no_label(self) -> int | None:

@@ -321,6 +321,17 @@ def is_text(dtype: Any) -> bool:
     return bool(pa.types.is_string(dtype) or pa.types.is_large_string(dtype) or pa.types.is_string_view(dtype))
 
 
+def is_list(dtype: Any) -> bool:
+    """Return whether a type of pyarrow is one of lists."""
+    types = pa.types
+    return bool(types.is_list(dtype) or types.is_large_list(dtype) or types.is_fixed_size_list(dtype))
+
+
+def is_date(dtype: Any) -> bool:
+    """Return whether a type of pyarrow is one of dates, with or without a time of day."""
+    return bool(pa.types.is_date(dtype) or pa.types.is_timestamp(dtype))
+
+
 def query_files(place: Place) -> list[Path]:
     """Return the files that a query names in quotes, as far as they exist."""
     text = place.duckdb or place.polars or ""

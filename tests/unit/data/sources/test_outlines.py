@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import test_biggraph as biggraph
 import test_dgl_partition as dgl
@@ -18,6 +20,7 @@ import test_parquet as parquet
 import test_pyg_partition as pyg
 import torch
 from hydra.utils import get_class
+from relational import purchases
 
 from gtrain.data.config import SCHEMAS
 from gtrain.data.module import GraphDataModule
@@ -32,6 +35,8 @@ from gtrain.data.sources.musae import MusaeData
 from gtrain.data.sources.ogb import OGBData
 from gtrain.data.sources.parquet import ParquetData
 from gtrain.data.sources.pyg_partition import PyGPartitionData
+from gtrain.data.sources.relbench import RelBenchData
+from gtrain.data.sources.tables import TablesData
 from gtrain.data.sources.temporal import TemporalData
 from gtrain.errors import GtrainError
 from gtrain.graph.store.tables import EdgeArrays
@@ -120,6 +125,28 @@ def users(folder: Path) -> BigGraphData:
     return BigGraphData(path=str(folder / "graph"))
 
 
+def table(folder: Path) -> TablesData:
+    """Nodes whose features are numbers, and edges with relations."""
+    pq.write_table(pa.table({"id": ["a", "b", "c"], "age": [1, 2, 3], "label": ["x", "x", "y"]}), folder / "n.parquet")
+    (folder / "e.csv").write_text("source,target,kind\na,b,r\nb,c,s\n")
+    nodes, edges = {"path": "n.parquet", "label": "label"}, {"path": "e.csv", "relation": "kind"}
+    return TablesData(nodes=nodes, edges=edges, root=str(folder))
+
+
+def typed_tables(folder: Path) -> TablesData:
+    """Users without features, with several labels, and items with features from text of a kind that was named."""
+    users = {"id": [1, 2], "label": [["x"], ["x", "y"]]}
+    pq.write_table(pa.table(users), folder / "users.parquet")
+    (folder / "items.csv").write_text("id,color\nq,red\nr,blue\n")
+    (folder / "buys.csv").write_text("user,item\n1,q\n2,r\n")
+    nodes = {
+        "user": {"path": "users.parquet", "label": "label"},
+        "item": {"path": "items.csv", "columns": {"color": "category"}},
+    }
+    ends = {"source": "user", "target": "item", "source_type": "user", "target_type": "item", "undirected": True}
+    return TablesData(nodes=nodes, edges={"buys": {"path": "buys.csv", **ends}}, root=str(folder))
+
+
 def events(folder: Path) -> TemporalData:
     (folder / "events.txt").write_text("0 1 5\n1 2 6\n")
     return TemporalData(path="events.txt", root=str(folder))
@@ -139,6 +166,9 @@ SOURCES: dict[str, Make] = {
     "biggraph": users,
     "biggraph, joint types": joined,
     "temporal": events,
+    "tables": table,
+    "tables, types": typed_tables,
+    "relbench": lambda folder: RelBenchData(path=str(purchases(folder, "past", users=4)), name="large"),
     "dgl": lambda _: DGLPartitionData(path=f"{dgl.ASSETS}/homogeneous/small.json"),
     "dgl, types": lambda _: DGLPartitionData(path=f"{dgl.ASSETS}/heterogeneous/small.json"),
 }
@@ -192,6 +222,15 @@ def test_every_source_has_an_outline(source: str) -> None:
     """But for the classes of PyG by name, whose graphs only their constructors know."""
     module = get_class(SCHEMAS[source]._target_)
     assert (source == "pyg") == (vars(module).get("outline", getattr(module, "outline", None)) is None)
+
+
+@pytest.mark.parametrize(("column", "known"), [([1, 1, 1], False), (["a", "b", "c"], False), ([1, 2, 1], True)])
+def test_an_outline_of_tables_is_not_a_guess(column: list[Any], known: bool, tmp_path: Path) -> None:
+    """A column with equal values, or of strings that are all different, is left out of the features."""
+    pq.write_table(pa.table({"id": ["a", "b", "c"], "value": column}), tmp_path / "n.parquet")
+    (tmp_path / "e.csv").write_text("source,target\na,b\n")
+    data = TablesData(nodes="n.parquet", edges="e.csv", root=str(tmp_path))
+    assert (data.outline is not None) == known
 
 
 def remove(name: str) -> Callable[[Path], None]:
