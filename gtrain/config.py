@@ -521,9 +521,11 @@ def _check_keys(cfg: DictConfig) -> None:
         known["data"] = {*declared} - {"_target_"}
     for group, names in known.items():
         for key in map(str, cfg[group] if group else cfg):
+            if key in {*names, "_target_"}:
+                continue
             full_key = f"{group}.{key}" if group else key
             text = str(OmegaConf.to_container(cfg, resolve=False))
-            if key not in {*names, "_target_"} and not re.search(rf"\$\{{{re.escape(full_key)}[.}}\[]", text):
+            if not re.search(rf"\$\{{{re.escape(full_key)}[.}}\[]", text):
                 raise messages.unknown_key_of(full_key, plain(OmegaConf.select(cfg, full_key)), sorted(names))
 
 

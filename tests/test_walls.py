@@ -29,6 +29,7 @@ LIGHT = (
     "gtrain.cli.earlier_run",
     "gtrain.cli.entry",
     "gtrain.cli.explain",
+    "gtrain.cli.hydra_changes",
     "gtrain.cli.inherit",
     "gtrain.cli.sweeps",
     "gtrain.config",
@@ -161,32 +162,29 @@ def sources(package: str) -> dict[str, Path]:
 
 def imports(name: str, path: Path, known: set[str], *, typing: bool = False) -> Iterator[Import]:
     """Every import that a file makes, also inside functions; those in ``if TYPE_CHECKING:`` blocks if ``typing``."""
-    tree = ast.parse(path.read_text(), str(path))
-    skipped = {
-        id(inner)
-        for node in ast.walk(tree)
-        if not typing and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
-    inside = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
+    for node, at_once in _statements(ast.parse(path.read_text(), str(path)), typing):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}:{node.lineno}: relative imports hide the walls"
             below = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [sub if sub in known else str(node.module) for sub in below]
-        else:
-            continue
         for imported in names:
-            yield Import(name, imported, f"{path.relative_to(REPO)}:{node.lineno}", id(node) not in inside)
+            yield Import(name, imported, f"{path.relative_to(REPO)}:{node.lineno}", at_once)
+
+
+def _statements(
+    node: ast.AST, typing: bool, at_once: bool = True
+) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Import statements below a node, and whether each runs when the file is imported."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        yield node, at_once
+    elif isinstance(node, ast.stmt | ast.Module | ast.ExceptHandler | ast.match_case):  # no expression imports
+        if not typing and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        below = at_once and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for inner in ast.iter_child_nodes(node):
+            yield from _statements(inner, typing, below)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ executes the verb: it launches a job, starts a server, or creates keys.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import os
@@ -14,7 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gtrain import __version__, backends, config, messages, targets
 from gtrain.cli import auto, explain, inherit, sweeps
+from gtrain.cli.hydra_changes import ComposedOnce, with_lazy_help
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.launch import launchers
 from gtrain.launch.launchers.manual import Manual
@@ -233,52 +233,19 @@ def verb_to_override(arguments: list[str]) -> list[str]:
 
 def _prepare_hydra(*, sweep: bool = False) -> None:
     hydra_main = sys.modules["hydra.main"]
-    hydra_main.get_args_parser = _with_lazy_help(hydra_main.get_args_parser)  # type: ignore[attr-defined]
+    hydra_main.get_args_parser = with_lazy_help(hydra_main.get_args_parser)  # type: ignore[attr-defined]
     Plugins.instance().register(BackendConfigs)
     config.register(sweep=sweep)
     launchers.register()
     sweeps.register()
     schemas = ConfigStore.instance()
     schemas.__deepcopy__ = lambda memo: schemas  # type: ignore[attr-defined]  # --help copies it for every group
-    ConfigLoaderImpl.load_configuration = _with_check(ConfigLoaderImpl.load_configuration)  # type: ignore[method-assign]
+    composed = ComposedOnce(ConfigLoaderImpl.load_configuration, lambda cfg: targets.check_hydra(cfg.hydra, _typed))
+    ConfigLoaderImpl.load_configuration = composed.method()  # type: ignore[method-assign]
     config.register_resolver("gtrain.strategies", backends.descriptions)
     config.register_resolver(
         "gtrain.verbs", lambda: "\n".join(f"  {verb:<12} {text}" for verb, text in config.VERBS.items())
     )
-
-
-def _with_check(load: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
-    """Check Hydra's settings as soon as they are composed, before Hydra creates its callbacks and loggers."""
-
-    def load_and_check(*args: Any, **keywords: Any) -> DictConfig:
-        cfg = load(*args, **keywords)
-        targets.check_hydra(cfg.hydra, _typed)
-        return cfg
-
-    return load_and_check
-
-
-def _with_lazy_help(make_parser: Callable[[], argparse.ArgumentParser]) -> Callable[[], argparse.ArgumentParser]:
-    """Allow Hydra 1.3 to build its parser on Python 3.14, where argparse formats each help text when it is added.
-
-    Hydra's help of ``--shell-completion`` is an object that renders itself when it is printed, not a string.
-    """
-    check = getattr(argparse.ArgumentParser, "_check_help", None)  # exists since Python 3.14
-    if check is None:
-        return make_parser
-
-    def check_strings(parser: argparse.ArgumentParser, action: argparse.Action) -> None:
-        if isinstance(action.help, str):
-            check(parser, action)
-
-    def make() -> argparse.ArgumentParser:
-        argparse.ArgumentParser._check_help = check_strings  # type: ignore[attr-defined]
-        try:
-            return make_parser()
-        finally:
-            del argparse.ArgumentParser._check_help  # type: ignore[attr-defined]
-
-    return make
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
 from gtrain import backends, config, messages, targets
-from gtrain.cli import entry
+from gtrain.cli import entry, hydra_changes
 from gtrain.errors import ConfigError
 from gtrain.run import build
 
@@ -99,9 +99,9 @@ def test_a_lazy_help_text_passes_the_check_of_python_3_14(monkeypatch: pytest.Mo
     monkeypatch.setattr(argparse._ActionsContainer, "_check_help", expand, raising=False)
     with pytest.raises(TypeError):
         parser_with(LAZY)
-    assert entry._with_lazy_help(lambda: parser_with(LAZY))().parse_args([]) is not None
+    assert hydra_changes.with_lazy_help(lambda: parser_with(LAZY))().parse_args([]) is not None
     with pytest.raises(ValueError, match="badly formed"):  # other help texts are checked
-        entry._with_lazy_help(lambda: parser_with("100 %"))()
+        hydra_changes.with_lazy_help(lambda: parser_with("100 %"))()
     with pytest.raises(TypeError):  # and so is everything afterwards
         parser_with(LAZY)
 

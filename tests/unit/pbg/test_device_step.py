@@ -160,6 +160,7 @@ def test_batches_that_chunks_do_not_divide(count: int, operator: str) -> None:
     compare(3, 1e-10, count=count, operator=operator, num_batch_negs=6)
 
 
+@pytest.mark.slow  # compiles the kernels for double precision
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad"])
 @pytest.mark.parametrize("settings", [{}, {"n3": 0.1}], ids=["fused", "plain"])
 def test_the_compiled_kernels_train_alike(kind: str, settings: dict[str, Any]) -> None:
