@@ -20,6 +20,7 @@ from gtrain.errors import ConfigError
 SMALL = ["model=sage", "data.num_nodes=300", "data.num_edges=2400", "data.num_features=16", "data.num_classes=4"]
 
 
+@pytest.mark.slow
 def test_two_ranks_predict_what_one_does(tmp_path: Path) -> None:
     sharded = ["strategy=sar", "trainer.num_nodes=2", *SMALL]
     run = f"hydra.run.dir={tmp_path / 'run'}"

@@ -89,6 +89,7 @@ def test_a_device_trains_what_a_cpu_does(settings: list[str], tmp_path: Path) ->
     assert wanted["metrics"]["val/mrr"] > 0.2  # chance is 0.05
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_device_resumes_on_a_cpu_and_the_reverse(tmp_path: Path) -> None:
     wanted = train(tmp_path, "whole", *SWAPPED, device=False)
     for device in (False, True):

@@ -133,6 +133,7 @@ def test_a_run_resumes_within_an_epoch(tmp_path: Path) -> None:
     assert resumed["metrics"]["test/mrr"] == whole["metrics"]["test/mrr"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_arithmetic_of_its_checkpoint(tmp_path: Path) -> None:
     """``strategy.matmul=auto``, on a CPU that may lack fast instructions for what the checkpoint was trained with."""
     kept = "strategy.checkpoint_preservation_interval=1"

@@ -46,6 +46,7 @@ def test_auto_is_refused_for_other_verbs(tmp_path: Path) -> None:
     assert "strategy=auto was set with gtrain test" in result.stderr and "HINT: run gtrain plan" in result.stderr
 
 
+@pytest.mark.slow
 def test_ranks_that_a_launcher_started_do_not_choose(tmp_path: Path) -> None:
     """Each would make a plan, and race, for itself; they refuse before data are read."""
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}

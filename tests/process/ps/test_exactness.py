@@ -62,6 +62,7 @@ def test_every_optimizer(sweep: Runner, name: str, workers: int, servers: int) -
     assert single["history"][0]["train/loss"] - single["history"][-1]["train/loss"] > 1e-3  # it has learned something
 
 
+@pytest.mark.slow
 def test_single_precision(sweep: Runner) -> None:
     arguments = (*SMALL, *optimizer("LazyAdam"))
     (single,) = sweep("strategy=single", *arguments, name="single")

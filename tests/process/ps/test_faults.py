@@ -91,6 +91,7 @@ def test_a_run_of_which_twenty_processes_are_killed_is_like_an_undisturbed_one(t
     compare_with_an_undisturbed_run(tmp_path, *SMALL)
 
 
+@pytest.mark.slow
 def test_every_process_of_a_job_has_a_log_and_killed_servers_have_what_they_had(tmp_path: Path) -> None:
     """What servers survive by is memory of the command's own process: there is nobody else whom to kill."""
     command = (*SMALL, "trainer.limit_test_batches=0")
@@ -186,6 +187,7 @@ def test_a_job_of_which_everything_is_killed_goes_on_where_it_was(tmp_path: Path
     assert not any(folder.exists() for folder in folders)
 
 
+@pytest.mark.slow
 def test_workers_wait_for_a_server_that_stands_still_and_pile_nothing_up(tmp_path: Path) -> None:
     job = lasting(tmp_path, *SMALL, "trainer.limit_test_batches=0", "callbacks=none")
     log = tmp_path / "run" / "logs" / "rank-1.log"

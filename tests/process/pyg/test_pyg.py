@@ -34,6 +34,7 @@ def losses(run: dict[str, Any]) -> list[float]:
     return [entry[name] for entry in run["history"] for name in ("train/loss", "val/loss")]
 
 
+@pytest.mark.slow
 def test_with_every_neighbour_it_trains_what_one_process_trains(sweep: Runner) -> None:
     """Steps of 64 seeds: the same seeds in each step, whatever the ranks and the model."""
     shared = [*SMALL, *EXACT, "data.batch_size=64", "model=gcn,sage,gat", "trainer.max_epochs=2"]

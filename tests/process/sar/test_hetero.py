@@ -102,6 +102,7 @@ def test_aifb(tmp_path: Path, real_data: Callable[[str], Path]) -> None:
     compare(tmp_path, 3, "data=entities", f"data.root={real_data('rdf')}", "model=rgcn", modes="1")
 
 
+@pytest.mark.slow
 def test_a_model_that_one_process_trained_predicts_over_shards(tmp_path: Path) -> None:
     arguments = [*SMALL, "model=hgt", "model.hidden_channels=16", *SETTINGS[2:]]
     trained = tmp_path / "single"

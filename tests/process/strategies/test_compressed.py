@@ -87,6 +87,7 @@ def test_bags_of_a_social_network(sweep: Sweep, real_data: Callable[[str], Path]
     assert losses(run) == pytest.approx(losses(dense), rel=1e-10)
 
 
+@pytest.mark.slow
 def test_a_model_of_sparse_rows_on_parameter_servers(sweep: Sweep, bags: list[str]) -> None:
     arguments = [*bags, "model=sparse", "data.batch_size=30"]
     (dense,) = sweep("strategy=single", "data.feature_layout=dense", *arguments, name="dense")
@@ -94,6 +95,7 @@ def test_a_model_of_sparse_rows_on_parameter_servers(sweep: Sweep, bags: list[st
         assert losses(run) == pytest.approx(losses(dense), rel=1e-10)
 
 
+@pytest.mark.slow
 def test_a_graph_with_a_layer_of_sparse_features_on_parameter_servers(sweep: Sweep, bags: list[str]) -> None:
     optimizer = "model.sparse_optimizer={_target_:gtrain.nn.Adagrad,lr:0.05}"
     arguments = [

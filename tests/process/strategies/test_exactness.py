@@ -114,6 +114,7 @@ def test_batch_norm_class_weights_clipping_and_prefetch(sweep: Runner) -> None:
     assert worst(single, balanced) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_rank_without_training_nodes_and_a_rank_without_halo(sweep: Runner, tmp_path: Path) -> None:
     """Nodes 0-9 form a path apart from nodes 10-19; only the first half has training nodes, and nobody reads across."""
     edges = [(i, i + 1) for i in range(9)] + [(i, i + 1) for i in range(10, 19)]
@@ -137,6 +138,7 @@ def test_a_rank_without_training_nodes_and_a_rank_without_halo(sweep: Runner, tm
         assert all(rank["bytes_sent"] < 1e5 for rank in run["ranks"])
 
 
+@pytest.mark.slow
 def test_relations_over_ids(sweep: Runner, tmp_path: Path) -> None:
     """Without features a node is its id, which is another number in each part."""
     generator = random.Random(0)

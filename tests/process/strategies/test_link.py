@@ -30,8 +30,6 @@ CASES = {
     "one of several types": ["model=hgt", "model.task=link", *TYPED, "data.target='paper,cites,paper'"],
     "relations": ["model=rgcn", "model.task=link", "+model.decoder=distmult", *RELATIONS, "data.num_triples=900"],
 }
-SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "features"]
-SOME_SLOW = ["features", *SLOW]
 NAMES = ("train/loss", "val/loss", "val/mrr", "val/hits@1", "val/hits@10", "val/auc")
 Runner = Callable[..., list[dict[str, Any]]]
 
@@ -56,7 +54,8 @@ def check_equal(expected: dict[str, Any], found: dict[str, Any]) -> None:
         assert found["metrics"][name] == pytest.approx(expected["metrics"][name], rel=1e-10), name
 
 
-@pytest.mark.parametrize("case", SOME_SLOW)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_sar_is_exact(sweep: Runner, case: str) -> None:
     (single,) = sweep("strategy=single", "strategy.layers=plain", *CASES[case], name="single")
     assert 0 < single["metrics"]["test/mrr"] < 1

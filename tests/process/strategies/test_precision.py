@@ -67,6 +67,7 @@ def test_mini_batches(sweep: Runner, model: str) -> None:
     assert 0 < worst(exact, rounded) < NEAR_FLOAT32["bf16-mixed"]
 
 
+@pytest.mark.slow
 def test_messages_that_layers_compute(sweep: Runner) -> None:
     """Mode 1 computes them again in the backward pass, which is outside of autocast."""
     network = "model=sage", "model._target_=torch_geometric.nn.EdgeCNN", "model.aggr=mean", "model.hidden_channels=16"

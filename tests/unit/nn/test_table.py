@@ -258,6 +258,7 @@ def fit(strategy: SingleStrategy, folder: Path, epochs: int, resume: Path | None
     return metrics, folder / f"{name}.ckpt", model.state_dict()
 
 
+@pytest.mark.slow
 def test_a_strategy_takes_tables_over_and_gives_them_back(tmp_path: Path) -> None:
     """Under Lightning's automatic optimisation, and over a checkpoint."""
     wanted, _, rows = fit(SingleStrategy(), tmp_path, 3)

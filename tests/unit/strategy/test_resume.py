@@ -171,6 +171,7 @@ def test_the_newest_epoch_is_the_best_while_the_score_is_undefined(
     assert (float(best.best_model_score or 0), best.best_epoch) == (pytest.approx(0.7), 4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_metrics_are_of_the_epoch_that_measured_them(tmp_path: Path) -> None:
     recorder, _, strategy = scripted(tmp_path, (0.1, 0.2, 0.3, 0.4, 0.5), every=2)
