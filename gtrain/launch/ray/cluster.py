@@ -260,6 +260,12 @@ def draining_nodes() -> dict[str, int]:
         return {}
 
 
+def command_leaves() -> bool:
+    """Return whether the node of the command is drained or lost: Ray then starts nothing more for the command."""
+    own = ray.get_runtime_context().get_node_id()
+    return own in draining_nodes() or not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == own)
+
+
 def call(reference: Any, what: str) -> Any:
     """Return the value of a call of an actor.
 

@@ -23,7 +23,15 @@ from gtrain.keys import ISOLATED
 from gtrain.launch import agent, shipping
 from gtrain.launch.children import ProcessSpec
 from gtrain.launch.job import STORE_SLOT, counts_of, restarts_of, server_slots, worker_slots
-from gtrain.launch.ray.cluster import Placement, bundles_of, call, connected, draining_nodes, gpus_per_rank
+from gtrain.launch.ray.cluster import (
+    Placement,
+    bundles_of,
+    call,
+    command_leaves,
+    connected,
+    draining_nodes,
+    gpus_per_rank,
+)
 from gtrain.launch.ray.driver import RayJob, specification
 from gtrain.launch.request import JobRequest
 from gtrain.launch.slot import WORKER, ServerRoster
@@ -32,8 +40,8 @@ from gtrain.run import runs
 _PASSED_ON = ("GTRAIN_", "OMP_", "MKL_", "OPENBLAS_", "NUMBA_", "TORCH", "THP_", "PYTHON", "TMPDIR", "XDG_CACHE_HOME")
 """Starts of the names of environment variables that ranks need from the command; others are those of the node."""
 
-
 _LOGS_SECONDS = 60.0
+_LEFT = "The node of the command leaves the Ray cluster too, and Ray starts nothing more for the command."
 _MOST_CODE = 64 << 20  # bytes of the modules that are copied to nodes without the folder of the command
 
 
@@ -94,6 +102,8 @@ class _Attempt:
 
     def run(self, bundles: Sequence[Mapping[str, float]]) -> Any:
         job = self._job
+        if job.attempt and command_leaves():
+            raise RankFailedError(_LEFT, external=False)
         with Placement(self._request.cfg, [dict(bundle) for bundle in bundles], job.attempt) as placement:
             job.nodes, job.machines = placement.nodes, placement.start_machines(self._environment())
             self._simulated = placement.on_one_node
@@ -103,7 +113,8 @@ class _Attempt:
             finally:
                 self._fetch_logs()
             if job.leaves is not None:
-                raise RankFailedError(f"{job.leaves}.", external=True)
+                left = command_leaves()
+                raise RankFailedError(f"{job.leaves}. {_LEFT}" if left else f"{job.leaves}.", external=not left)
             return job.value
 
     def _fetch_logs(self) -> None:

@@ -310,7 +310,8 @@ def test_a_job_saves_and_leaves_a_node_that_is_drained(arguments: tuple[str, ...
     An epoch of sar is one step; one of ps has 120, and the checkpoint is written within it.
     """
     with started(2) as cluster:
-        job = Running(tmp_path, *arguments, "cluster.max_restarts=1", env=cluster.environment)
+        settings = ("cluster.max_restarts=1", "cluster.first_machine=command")
+        job = Running(tmp_path, *arguments, *settings, env=cluster.environment)
         try:
             cluster.actors("drain", "machine 1")
             until(lambda: "restarting the job from" in job.errors() or job.process.poll() is not None, tmp_path)
@@ -321,6 +322,21 @@ def test_a_job_saves_and_leaves_a_node_that_is_drained(arguments: tuple[str, ...
     assert "gtrain: Ray drains the node of machine 1; the ranks save a checkpoint after their step" in job.errors()
     assert "Ray drained the node of machine 1; restarting the job from its last checkpoint (1/1)" in job.errors()
     like_local(tmp_path, *arguments)
+
+
+@LONG
+@pytest.mark.slow
+def test_a_job_whose_command_is_drained_saves_and_says_how_to_resume(tmp_path: Path) -> None:
+    """Ray starts nothing more for a command whose node has left: a restarted job would wait for ever."""
+    with started(2) as cluster:
+        settings = ("cluster.max_restarts=1", "cluster.first_machine=command")
+        job = Running(tmp_path, *SAR, *settings, env=cluster.environment)
+        cluster.actors("drain", "machine 0")
+        code = job.end()
+    assert code == 1
+    assert "Ray drained the node of machine 0. The node of the command leaves the Ray cluster too" in job.errors()
+    assert "ckpt_path=" in job.errors() and "restarting the job" not in job.errors()
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
 
 
 @LONG
