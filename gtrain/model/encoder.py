@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.nn.module_dict import ModuleDict
 
 from gtrain.nn import Embedding, SparseLinear
 
@@ -35,7 +36,7 @@ class NodeEncoder(nn.Module):
         sparse: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict()
+        self.layers = ModuleDict()  # torch's takes no type named items or keys
         for node_type, count in num_nodes.items():
             columns = num_features[node_type]
             if columns is None:
@@ -48,7 +49,7 @@ class NodeEncoder(nn.Module):
         """Return the features of every node of the batch, by type in a heterogeneous graph."""
         if isinstance(batch, HeteroData):
             return {node_type: self._encode(node_type, batch[node_type]) for node_type in batch.node_types}
-        (node_type,) = self.layers
+        (node_type,) = self.layers.keys()
         return self._encode(node_type, batch)
 
     def _encode(self, node_type: str, nodes: Data) -> Tensor:
