@@ -247,7 +247,8 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
             CSR), ``y`` ([N], or [N, C] for several labels), ``train_mask``, ``val_mask``, ``test_mask`` (bool [N]),
             ``time`` (int64 [N]). Edges: ``edge_index`` (int64 [2, E]), ``edge_weight``, ``edge_attr``, ``edge_type``
             (int64 [E], the relation), ``edge_time`` (int64 [E]). Edges that the data holds out for validation and test
-            have the same names with the prefix ``val_`` or ``test_``. In a ``HeteroData`` the tensors belong to their
+            have the same names with the prefix ``val_`` or ``test_``; training edges along which no message passes,
+            with the prefix ``train_``. In a ``HeteroData`` the tensors belong to their
             node type or edge type. An edge list too large for memory is an ``EdgeArrays``.
         """
 

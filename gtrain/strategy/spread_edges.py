@@ -28,18 +28,18 @@ class SpreadEdges:
     Args:
         group: the ranks; rank p owns part p.
         loader: describes the split.
+        time: only the edges with this time, and for filtered ranking only those known at it; None: all edges.
     """
 
-    def __init__(self, group: Group, loader: SeedLoader) -> None:
+    def __init__(self, group: Group, loader: SeedLoader, time: int | None = None) -> None:
         self._group, self._store = group, loader.store
         self._edge_type = target_edge_type(loader.store)
-        part = PartEdges(loader.store, self._edge_type, loader.split, [group.rank])
-        self._edge_id, self._negatives = part.edge_id(), loader.negatives()
-        self._edges = replace(part.select(), edge_id=self._edge_id)
-        self._known = None if loader.split == "train" else _known_edges(group, loader.store, self._edge_type)
+        self._edges = _edges_at(time, loader.store, self._edge_type, loader.split, group.rank)
+        self._negatives = loader.negatives()
+        self._known = None if loader.split == "train" else _known_edges(group, loader.store, self._edge_type, time)
 
     def __len__(self) -> int:
-        return self._edge_id.numel()
+        return self._edges.source.numel()
 
     def batch(self, graph: Batch, epoch: int) -> Batch:
         """Return a shallow copy of a rank's graph with its edges of this split. All ranks call this together.
@@ -53,7 +53,9 @@ class SpreadEdges:
             rows of the result of ``spread.rows``; ``spread``, see :class:`~gtrain.protocols.Spread`; ``seeds`` and
             ``batch_size``.
         """
-        edges = self._edges if self._negatives is None else self._negatives(self._edges, self._edge_id, epoch)
+        edges = self._edges
+        if self._negatives is not None and edges.edge_id is not None:
+            edges = self._negatives(edges, edges.edge_id, epoch)
         batch, is_hetero = copy.copy(graph), isinstance(graph, HeteroData)
         batch.spread = SpreadNodes(self._group, self._store, self._edge_type, edges, self._known)
         batch.spread.local(edges).put_into(batch, self._edge_type if is_hetero else None)
@@ -123,16 +125,24 @@ class SpreadNodes:
         return exchange.rows(own)
 
 
-def _known_edges(group: Group, store: Store, edge_type: EdgeType) -> KnownEdges:
+def _edges_at(time: int | None, store: Store, edge_type: EdgeType, split: str, part: int) -> ScoredEdges:
+    """Return the edges of a split that point at a part and have this time; None: all."""
+    edges, chosen = PartEdges(store, edge_type, split, [part]), None
+    if time is not None and len(edges):
+        chosen = (edges.select().extra["time"] == time).nonzero().flatten()
+    return replace(edges.select(chosen), edge_id=edges.edge_id(chosen))
+
+
+def _known_edges(group: Group, store: Store, edge_type: EdgeType, time: int | None) -> KnownEdges:
     """Return the true edges that filtered ranking of held-out edges needs.
 
-    They are this rank's edges of all splits; of the training edges, those with the source of any rank's held-out edge
-    or the target of one of its held-out edges.
+    They are this rank's edges of all splits, with a time those that have it; of the training edges, those with the
+    source of any rank's held-out edge or the target of one of its held-out edges.
     """
-    splits = [PartEdges(store, edge_type, split, [group.rank]).select() for split in ("val", "test")]
+    splits = [_edges_at(time, store, edge_type, split, group.rank) for split in ("val", "test")]
     sources = torch.cat(group.all_gather(torch.cat([edges.source for edges in splits]).unique())).unique()
     targets = torch.cat([edges.target for edges in splits]).unique()
-    train = PartEdges(store, edge_type, "train", [group.rank]).select()
+    train = _edges_at(time, store, edge_type, "train", group.rank)
     needed = torch.isin(train.source, sources) | torch.isin(train.target, targets)
     train = ScoredEdges(train.source[needed], train.target[needed], {n: v[needed] for n, v in train.extra.items()})
     known = [train, *splits]

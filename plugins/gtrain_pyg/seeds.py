@@ -5,6 +5,7 @@ Every rank takes the same number of steps. A batch is an ordinary ``Data`` or ``
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from gtrain.strategy.spread_edges import SpreadEdges
 from gtrain_pyg.peers import Array, NodeOrEdgeType
 from gtrain_pyg.sampling.sampler import Subgraph
 
+log = logging.getLogger("gtrain")
 Batch: TypeAlias = Data | HeteroData
 _LATEST = torch.iinfo(torch.int64).max
 
@@ -296,8 +298,8 @@ class LinkSeeds(SeedSource):
         order: int64 ``[count]``, the position in ``edges`` of each seed; None keeps the order.
         total: seeds of all ranks.
         owner: see :class:`SeedSource`.
-        timed: restrict a subgraph to what is earlier than its edge.
-        disjoint: sample a separate subgraph for each root; implied by ``timed``.
+        last: in temporal sampling, the latest time in a subgraph less the time of its edge; None ignores times.
+        disjoint: sample a separate subgraph for each root; implied by ``last``.
     """
 
     def __init__(
@@ -309,12 +311,12 @@ class LinkSeeds(SeedSource):
         order: Tensor | None,
         total: int,
         owner: Tensor | None,
-        timed: bool,
+        last: int | None,
         disjoint: bool,
     ) -> None:
         self.edges, self.edge_type, self.negatives = edges, edge_type, negatives
         self.count, self.total, self.owner = len(edges), total, owner
-        self._order, self._timed, self._disjoint = order, timed, disjoint or timed
+        self._order, self._last, self._disjoint = order, last, disjoint or last is not None
         # by step number: its edges by global ids, and the index of each source and each target among the roots
         self._pending: dict[int, tuple[ScoredEdges, Tensor, Tensor]] = {}
 
@@ -329,7 +331,7 @@ class LinkSeeds(SeedSource):
             (source_ids, heads), (target_ids, tails) = self._unique(at_source), self._unique(at_target)
             nodes = {source: source_ids, target: target_ids}
         self._pending[step.number] = edges, heads, tails
-        return Roots(nodes, self._times(edges) if self._timed else None)
+        return Roots(nodes, None if self._last is None else self._times(edges, self._last))
 
     def fields(self, step: Step, subgraph: Subgraph) -> SeedFields:
         edges, heads, tails = self._pending.pop(step.number)
@@ -337,7 +339,8 @@ class LinkSeeds(SeedSource):
         sources, targets = (torch.from_numpy(np.asarray(subgraph.seeds[node_type])) for node_type in (source, target))
         local = edges.renumbered(sources[heads], targets[tails])
         entries = {"seeds": step.seeds, "batch_size": step.seeds.numel()}
-        return SeedFields(self.edge_type, entries, step.seeds, local.extra.get("time") if self._timed else None, local)
+        time = None if self._last is None else local.extra.get("time")
+        return SeedFields(self.edge_type, entries, step.seeds, time, local)
 
     def scored(self, step: Step) -> ScoredEdges:
         """Return the true and negative edges of a step by global ids."""
@@ -355,9 +358,9 @@ class LinkSeeds(SeedSource):
         order = np.argsort(first)
         return unique[order], torch.from_numpy(np.argsort(order)[inverse])
 
-    def _times(self, edges: ScoredEdges) -> dict[str, Array]:
-        """Return the latest time sampled for each root: just before its edge, or the edge would be its neighbour."""
-        time, (source, _, target) = edges.extra["time"].long() - 1, self.edge_type
+    def _times(self, edges: ScoredEdges, last: int) -> dict[str, Array]:
+        """Return the latest time sampled for each root."""
+        time, (source, _, target) = edges.extra["time"].long() + last, self.edge_type
         # Negatives follow in rounds of one per true edge, and have its time.
         heads, tails = (
             time[torch.arange(ids.numel()) % max(time.numel(), 1)].numpy()
@@ -375,7 +378,7 @@ def link_seeds(
         loader: names the store and the split, and configures negative edges.
         group: the ranks; rank p owns part p and the edges that point at its nodes.
         all_ranks: take the edges of all ranks, in the order of the source data.
-        timed: restrict a subgraph to what is earlier than its edge.
+        timed: restrict a subgraph to what is known at the time of its edge.
         disjoint: sample a separate subgraph for each root.
 
     Raises:
@@ -388,6 +391,8 @@ def link_seeds(
             "edge_time.",
             hint="set data.temporal_strategy=null, or add times to the edges.",
         )
+    # An edge of the graph would be its own neighbour at its time.
+    last = (0 if store.holds_out("train", edge_type) else -1) if timed else None
     edges = PartEdges(store, edge_type, loader.split, range(store.num_parts) if all_ranks else [group.rank])
     order = edges.edge_id().argsort() if all_ranks else None
     return LinkSeeds(
@@ -397,13 +402,13 @@ def link_seeds(
         order=order,
         total=loader.num_seeds,
         owner=None if order is None else edges.owner[order],
-        timed=timed,
+        last=last,
         disjoint=disjoint,
     )
 
 
 class LinkEvaluation:
-    """One batch: this rank's held-out edges of a split, with ``node_batches`` in which its nodes are encoded.
+    """A batch for each time: this rank's held-out edges of a split, with ``node_batches`` that encode its nodes.
 
     :meth:`gtrain.model.link_predictor.LinkPredictor.embeddings` reads ``node_batches``;
     :meth:`gtrain.strategy.spread_edges.SpreadEdges.batch` describes the other fields. Construction is collective.
@@ -411,7 +416,8 @@ class LinkEvaluation:
     Args:
         group: the ranks.
         loader: describes the split.
-        node_batches: for each node type at an end of the edges, batches of all nodes that the rank owns.
+        node_batches: by time, one of :func:`evaluation_times`, and by node type at an end of the edges: batches of all
+            nodes that the rank owns, as of this time.
         prepare: called with each node batch before the model; returns the batch to use.
     """
 
@@ -419,34 +425,61 @@ class LinkEvaluation:
         self,
         group: Group,
         loader: SeedLoader,
-        node_batches: Mapping[str, Iterable[Batch]],
+        node_batches: Mapping[int | None, Mapping[str, Iterable[Batch]]],
         prepare: Callable[[Batch], Batch],
     ) -> None:
         def opener(batches: Iterable[Batch]) -> Callable[[], Iterator[Batch]]:
             return lambda: map(prepare, batches)
 
-        self._batch = SpreadEdges(group, loader).batch(HeteroData() if loader.store.is_hetero else Data(), 0)
-        self._batch.node_batches = {node_type: opener(batches) for node_type, batches in node_batches.items()}
+        self._batches = []
+        for time, by_type in node_batches.items():
+            edges = SpreadEdges(group, loader, None if time == _LATEST else time)
+            batch = edges.batch(HeteroData() if loader.store.is_hetero else Data(), 0)
+            batch.node_batches = {node_type: opener(batches) for node_type, batches in by_type.items()}
+            self._batches.append(batch)
 
     def __len__(self) -> int:
-        return 1
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        yield self._batch
+        return iter(self._batches)
 
 
-def local_nodes(loader: SeedLoader, rank: int, *, timed: bool) -> dict[str, NodeSeeds]:
+def evaluation_times(group: Group, loader: SeedLoader, *, timed: bool) -> list[int | None]:
+    """Return the times as of which nodes are encoded to rank the held-out edges of a split. Collective.
+
+    Where training edges are held out, they are the times of the split's edges. Where training edges are those of the
+    graph, the only one is the end of all times: no held-out edge is among the neighbours.
+
+    Args:
+        group: the ranks.
+        loader: names the store and the split.
+        timed: sampling is temporal; else the only time is None.
+    """
+    if not timed:
+        return [None]
+    edge_type = target_edge_type(loader.store)
+    if not loader.store.holds_out("train", edge_type):
+        return [_LATEST]
+    own = PartEdges(loader.store, edge_type, loader.split, [group.rank]).select().extra.get("time")
+    times = torch.cat(group.all_gather(torch.empty(0, dtype=torch.int64) if own is None else own.unique())).unique()
+    if times.numel() > 1:
+        log.info("%s edges have %d times; each takes a pass over all nodes", loader.split, times.numel())
+    return [*times.tolist()] or [_LATEST]
+
+
+def local_nodes(loader: SeedLoader, rank: int, time: int | None) -> dict[str, NodeSeeds]:
     """Return all nodes of a rank, of each type at an end of the predicted edges.
 
     Args:
         loader: names the store.
         rank: the rank, and its part.
-        timed: sampling is temporal: nodes are encoded as of the end of all times.
+        time: the time as of which nodes are encoded; None without times.
     """
     store, (source, _, target) = loader.store, target_edge_type(loader.store)
     seeds = {}
     for node_type in (source, target):
         ids = torch.arange(*store.offsets_of(node_type)[rank : rank + 2].tolist())
-        times = torch.full_like(ids, _LATEST) if timed else None
+        times = None if time is None else torch.full_like(ids, time)
         seeds[node_type] = NodeSeeds(ids, node_type, times, store.num_nodes_of(node_type), None)
     return seeds

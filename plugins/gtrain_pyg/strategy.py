@@ -39,7 +39,15 @@ from gtrain_pyg.norm import SampledGcnNorm, check_uncached
 from gtrain_pyg.peers import Array, NodeOrEdgeType, PartBook, Peers, SharedArrays, detect_hosting
 from gtrain_pyg.sampling.hop import serve_sampling
 from gtrain_pyg.sampling.sampler import DistributedSampler
-from gtrain_pyg.seeds import LinkEvaluation, SeedSource, link_seeds, local_nodes, node_seeds, seed_nodes
+from gtrain_pyg.seeds import (
+    LinkEvaluation,
+    SeedSource,
+    evaluation_times,
+    link_seeds,
+    local_nodes,
+    node_seeds,
+    seed_nodes,
+)
 
 _KEPT_MEBIBYTES = 1024
 _OTHER_CORES, _MOST_THREADS, _MOST_COMPLETE = 2, 16, 2
@@ -233,8 +241,10 @@ class PygStrategy(GraphStrategy):
         encodes = isinstance(self.lightning_module, EncodesNodes) and self.lightning_module.encodes_nodes
         if loader.seeds_are_edges and loader.split != "train" and encodes:
             nodes = replace(loader, split="predict", shuffle=False)
-            seeds = local_nodes(loader, self.global_rank, timed=options.temporal is not None)
-            node_batches = {node_type: sampled(nodes, source) for node_type, source in seeds.items()}
+            node_batches = {}
+            for time in evaluation_times(self.group, loader, timed=options.temporal is not None):
+                seeds = local_nodes(loader, self.global_rank, time)
+                node_batches[time] = {node_type: sampled(nodes, source) for node_type, source in seeds.items()}
             return LinkEvaluation(self.group, loader, node_batches, self.batch_to_device)
         source = self._source(loader, options)
         if loader.split == "train":

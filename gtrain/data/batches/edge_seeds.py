@@ -121,13 +121,15 @@ def edge_seeds(graph: Data | HeteroData, store: Store, split: str, negatives: Ne
     Args:
         graph: the whole graph, its nodes in the order of the global ids.
         store: where the held-out edges are.
-        split: ``train``: every edge that messages pass along; ``val`` or ``test``: the held-out edges.
+        split: ``train``, ``val`` or ``test``: the held-out edges. If training edges are not held out, ``train`` is
+            every edge that messages pass along.
         negatives: draws their negative edges; None: the batches have none.
     """
     edge_type: EdgeType | None = None
     if isinstance(graph, HeteroData):
         edge_type = tuple(store.facts["target_edge"])
-    index, edge_id, extra = _train(graph, edge_type)
+    held_out = store.holds_out("train", edge_type)
+    index, edge_id, extra = _held_out(store, "train", edge_type) if held_out else _train(graph, edge_type)
     if split == "train":
         return EdgeSeeds(index, extra, None, edge_type, edge_id, negatives)
     others = {name: _held_out(store, name, edge_type) for name in ("val", "test")}

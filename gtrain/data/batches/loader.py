@@ -23,6 +23,7 @@ from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.shard.graph import HeteroShard
 from gtrain.graph.shard.whole import load_whole_hetero
 from gtrain.graph.store import Store
+from gtrain.graph.store.tables import HELD_OUT_PREFIXES
 from gtrain.kernels.splitmix import key
 
 SPLITS = ("train", "val", "test", "predict")
@@ -244,8 +245,7 @@ def target_edge_type(store: Store) -> tuple[str, str, str]:
 
 def num_link_seeds(store: Store, split: str) -> int:
     """Return the number of edges of a split, over all parts."""
-    edge_type = target_edge_type(store)
-    return store.num_edges_of(edge_type) if split == "train" else store.held_out_size(split, edge_type)
+    return store.num_split_edges(split, target_edge_type(store))
 
 
 def full_batch(shard: GraphShard, split: str, dtype: torch.dtype | None = None) -> Data:
@@ -327,7 +327,7 @@ def hetero_batch(graph: HeteroData, store: Store, dtype: torch.dtype | None = No
         batch[node_type].n_id = torch.arange(int(graph[node_type].num_nodes or 0))
     for edge_type in graph.edge_types:
         for name, value in graph[edge_type].items():
-            if not name.startswith(("val_edge_", "test_edge_")):
+            if not name.startswith(HELD_OUT_PREFIXES):
                 batch[edge_type][name] = _cast(value, dtype)
     batch.target = target_type(store)
     return batch

@@ -17,12 +17,14 @@ _OPTIONAL = ("type", "weight", "time")
 class PartEdges:
     """S edges of one split and type, part by part; only the sizes of the parts are in memory.
 
-    Within a part, train edges are in the order of the store's columns, held-out edges in that of the source data.
+    Within a part, edges of the graph are in the order of the store's columns, held-out edges in that of the source
+    data.
 
     Args:
         store: the graph.
         edge_type: the type; None means the only one.
-        split: ``train``: every edge that messages pass along; ``val`` or ``test``: the held-out edges.
+        split: ``train``, ``val`` or ``test``: the held-out edges. If training edges are not held out, ``train`` is
+            every edge that messages pass along.
         parts: the parts; an edge is in the part of its target.
     """
 
@@ -86,7 +88,7 @@ class _Piece:
 
     def __init__(self, store: Store, kind: EdgeType, part: int, split: str) -> None:
         self._indptr: Tensor | None = None
-        if split == "train":
+        if split == "train" and not store.holds_out(split, kind):
             self._indptr, self._first = store.edge("indptr", part, kind), int(store.offsets_of(kind[2])[part])
             names = store.edge_tensors(kind)
             read = {f"edge_{n}": f"edge_{n}" for n in ("id", *_OPTIONAL) if f"edge_{n}" in names}

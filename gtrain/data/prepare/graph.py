@@ -20,7 +20,7 @@ from gtrain.errors import ConfigError
 from gtrain.graph import partition as partitions
 from gtrain.graph.partition.adjacency import Adjacency
 from gtrain.graph.store.files import chunks
-from gtrain.graph.store.manifest import NODE_TYPE
+from gtrain.graph.store.manifest import HELD_OUT, NODE_TYPE
 from gtrain.graph.store.tables import EdgeArrays, Graph, csr_tensor
 from gtrain.nn.compressed import is_compressed
 from gtrain.nn.csr import Csr
@@ -162,7 +162,8 @@ def prepare_graph(graph: Graph, options: Preparation) -> dict[str, Any]:
     warn_unsorted(graph, options.origin)
     if options.task == "link":
         edge_type = _target_edge(graph, options.target)
-        split = APPLIED if options.applied else options.split
+        edges = graph.stores[0] if edge_type is None else graph[edge_type]
+        split = APPLIED if options.applied and "train_edge_index" not in edges else options.split
         facts["split"] = {**split.identity(), "sizes": split_edges(graph, edge_type, split)}
         facts |= {} if edge_type is None else {"target_edge": list(edge_type)}
     return facts
@@ -308,7 +309,7 @@ def _target_edge(graph: Data | HeteroData, target: str | None) -> tuple[str, str
         if target is not None:
             raise ConfigError(f"data.target={target}, and the graph has one type of edges", hint="remove data.target")
         return None
-    held_out = [t for t in graph.edge_types if "val_edge_index" in graph[t] or "test_edge_index" in graph[t]]
+    held_out = [t for t in graph.edge_types if any(f"{split}_edge_index" in graph[t] for split in HELD_OUT)]
     choices = {",".join(edge_type): edge_type for edge_type in graph.edge_types}
     if target is None and len(held_out or choices) == 1:
         return (held_out or list(graph.edge_types))[0]

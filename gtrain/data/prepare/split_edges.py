@@ -11,11 +11,10 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.prepare.split import SplitOptions
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.store.manifest import HELD_OUT, EdgeType
+from gtrain.graph.store.tables import HELD_OUT_PREFIXES
 
 log = logging.getLogger("gtrain")
-
-HELD_OUT = ("val", "test")
-EdgeType = tuple[str, str, str]
 
 
 def split_edges(graph: Data | HeteroData, target: EdgeType | None, options: SplitOptions) -> dict[str, int]:
@@ -28,7 +27,8 @@ def split_edges(graph: Data | HeteroData, target: EdgeType | None, options: Spli
     Args:
         graph: changed in place.
         target: the edge type to split; None for a homogeneous graph.
-        options: ``public`` uses the data's held-out edges; ``random`` and ``time`` hold out fractions.
+        options: ``public`` uses the data's held-out edges, also those of train; ``random`` and ``time`` hold out
+            fractions.
 
     Returns:
         Number of edges of train, val and test.
@@ -65,7 +65,7 @@ def split_edges(graph: Data | HeteroData, target: EdgeType | None, options: Spli
 def drop_held_out(graph: Data | HeteroData) -> None:
     """Delete the data's held-out edges, for another split or a node task."""
     for store in graph.stores:
-        for name in [key for key in store if key.startswith(("val_edge_", "test_edge_"))]:
+        for name in [key for key in store if key.startswith(HELD_OUT_PREFIXES)]:
             del store[name]
 
 
@@ -132,7 +132,7 @@ def _move(edges: Any, side: Tensor, representative: Tensor) -> None:
     once = torch.zeros(side.numel(), dtype=torch.bool).index_fill_(0, representative, True)
     for name in _edge_tensors(edges):
         prefixed = name if name.startswith("edge_") else f"edge_{name}"
-        for number, split in enumerate(HELD_OUT, start=1):
+        for number, split in enumerate(("val", "test"), start=1):
             keep = (side == number) & once
             edges[f"{split}_{prefixed}"] = edges[name][:, keep] if name == "edge_index" else edges[name][keep]
     _select(edges, side == 0)

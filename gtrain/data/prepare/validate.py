@@ -12,7 +12,7 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.data.prepare.split import MASKS
 from gtrain.errors import DataError
 from gtrain.graph.store.files import chunks
-from gtrain.graph.store.manifest import NODE_TYPE
+from gtrain.graph.store.manifest import HELD_OUT, NODE_TYPE
 from gtrain.graph.store.tables import Graph, tables_of
 from gtrain.nn.compressed import is_compressed
 from gtrain.nn.csr import Csr
@@ -33,7 +33,7 @@ def check_edges(edges: Any, sizes: tuple[int, int], origin: str) -> int | None:
         DataError: a tensor is invalid; the message names it and the position.
     """
     relations = None
-    for prefix in ("", "val_", "test_"):
+    for prefix in ("", *(f"{split}_" for split in HELD_OUT)):
         if prefix and f"{prefix}edge_index" not in edges:
             continue
         index = edges.get(f"{prefix}edge_index")

@@ -17,8 +17,8 @@ def load_whole_hetero(store: Store) -> HeteroData:
     Returns:
         A ``HeteroData`` in global ids. For each node type: ``num_nodes``, ``orig_id`` and the data's tensors. For each
         edge type: ``edge_index`` (int64 ``[2, E]``, ordered by target, then time if edges have times, then source),
-        ``edge_id`` and the data's tensors; and if edges are held out, ``val_edge_index``, ``test_edge_index`` and
-        their tensors with the same prefixes, in the order of the source data.
+        ``edge_id`` and the data's tensors; and if a split holds edges out, ``train_edge_index``, ``val_edge_index`` or
+        ``test_edge_index``, and their tensors with the same prefix, in the order of the source data.
 
     Raises:
         StoreError: a file is damaged.
@@ -52,7 +52,7 @@ def held_out_edges(store: Store, split: str, edge_type: EdgeType | None = None) 
 
     Args:
         store: the store.
-        split: ``val`` or ``test``.
+        split: ``train``, ``val`` or ``test``.
         edge_type: the edge type; None means the only one.
 
     Returns:

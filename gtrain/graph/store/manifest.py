@@ -16,8 +16,8 @@ FORMAT = 4
 """Version of the on-disk layout and of the facts in new stores; part of a store's folder name."""
 
 READABLE = (4, 3, 2)
-"""Format versions that can be read, the newest first. Formats 3 and 2 lack the layout :data:`COMPRESSED`. Format 2 also
-lacks the facts ``train_classes``, ``numbering``,
+"""Format versions that can be read, the newest first. Formats 3 and 2 lack the layout :data:`COMPRESSED`, and
+their training edges are not held out. Format 2 also lacks the facts ``train_classes``, ``numbering``,
 ``edge_weights`` and ``negative_weight``; :meth:`~gtrain.graph.store.Store.open` computes the last two."""
 
 COMPRESSED = "compressed"
@@ -33,8 +33,9 @@ NODE_TYPE = "node"
 EDGE_TYPE: EdgeType = ("node", "to", "node")
 """The node type and the edge type of a homogeneous graph."""
 
-HELD_OUT = ("val", "test")
-"""The splits whose edges are held out of the graph."""
+HELD_OUT = ("train", "val", "test")
+"""The splits whose edges may be held out of the graph: no message passes along them. Training edges are held out where
+edges are predicted that are not part of the graph."""
 
 
 def edge_key(edge_type: EdgeType) -> str:
@@ -107,7 +108,7 @@ class EdgeTypeSpec:
         edge_type: type of the sources, relation, type of the targets.
         num_edges: directed edges over all parts, held-out ones not counted.
         tensors: the stored edge tensors by name; ``indptr``, ``indices`` and ``edge_id`` are always among them.
-        held_out: the held-out edges, by ``val`` and ``test``; empty if no edges are held out.
+        held_out: the held-out edges, by split; empty if no edges are held out.
         buckets: ``buckets[i][j]`` is the number of edges from part i to part j; None if the store has no buckets.
         bucket_tensors: the tensors of the buckets by name; ``source`` and ``target`` are among them.
     """

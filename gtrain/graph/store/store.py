@@ -7,7 +7,7 @@ Everything is keyed by node type and edge type; a homogeneous graph has the type
     <store>/part-<p>/nodes/<node type>/<tensor>.npy
     <store>/part-<p>/nodes/<node type>/<sparse tensor>.{indptr,indices,values}.npy
     <store>/part-<p>/edges/<src>__<rel>__<dst>/{indptr,indices,edge_id,<tensor>}.npy
-    <store>/part-<p>/edges/<src>__<rel>__<dst>/{val,test}/{source,target,edge_id,<tensor>}.npy
+    <store>/part-<p>/edges/<src>__<rel>__<dst>/{train,val,test}/{source,target,edge_id,<tensor>}.npy
     <store>/part-<p>/buckets/<src>__<rel>__<dst>/{source,target,<tensor>}.npy
 
 Each node type has *global ids*, which are contiguous per part; within a part, nodes are in locality groups or in the
@@ -17,8 +17,8 @@ global ids that ascend, or that are ordered by ``edge_time`` and then source if 
 edge's position in the source data; all other edge tensors have the same order. Parallel edges and self-loops are
 preserved.
 
-*Held-out* edges (the validation and test edges of a link task) are not in that graph. They are stored with the part of
-their target, in the order of the source data, with global ids.
+*Held-out* edges (the validation and test edges of a link task, and training edges along which no message passes) are
+not in that graph. They are stored with the part of their target, in the order of the source data, with global ids.
 
 *Buckets* are an optional second copy of the edges: bucket (i, j) holds the edges from part i to part j in the order of
 the source data, with offsets within the parts as ids. The buckets into one part share its files, bucket (0, j) first.
@@ -190,7 +190,7 @@ class Store:
             name: ``source`` or ``target`` (global ids, int64), ``edge_id`` (position among the held-out edges of the
                 source data), or a tensor of the data without the split's prefix: ``edge_type``, ``edge_time``...
             part: the part.
-            split: ``val`` or ``test``.
+            split: ``train``, ``val`` or ``test``.
             edge_type: the edge type.
         """
         spec = self._edges(edge_type)
@@ -211,6 +211,19 @@ class Store:
         """Return the number of held-out edges of one type over all parts."""
         spec = self._edges(edge_type).held_out.get(split)
         return sum(spec.num_edges) if spec is not None else 0
+
+    def num_split_edges(self, split: str, edge_type: EdgeType | None = None) -> int:
+        """Return the number of edges that a split predicts, over all parts; see :meth:`holds_out`."""
+        if self.holds_out(split, edge_type):
+            return self.held_out_size(split, edge_type)
+        return self.num_edges_of(edge_type) if split == "train" else 0
+
+    def holds_out(self, split: str, edge_type: EdgeType | None = None) -> bool:
+        """Return whether no message passes along the edges of one type that a split predicts.
+
+        False for ``train`` where training edges are those of the graph, and for a split without edges.
+        """
+        return split in self._edges(edge_type).held_out
 
     @property
     def has_buckets(self) -> bool:

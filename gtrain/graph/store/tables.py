@@ -21,6 +21,9 @@ from gtrain.nn.csr import Csr
 
 Array = NDArray[Any]
 
+HELD_OUT_PREFIXES = tuple(f"{split}_edge_" for split in HELD_OUT)
+"""How the names of the tensors of held-out edges begin in a graph of PyG."""
+
 
 @dataclass
 class EdgeArrays:
@@ -32,8 +35,8 @@ class EdgeArrays:
         target: target of each edge, ``[E]`` int32 or int64, original ids ``0 .. N-1``.
         edge_tensors: further edge tensors, ``[E, ...]``, by name (``edge_type``, ``edge_weight``...).
         node_tensors: node tensors, ``[N, ...]``, by name; a sparse one as ``torch.sparse_csr``.
-        held_out: held-out edges by ``val`` and ``test``: ``source``, ``target`` and tensors named as in
-            ``edge_tensors``; empty if no edges are held out.
+        held_out: held-out edges by split: ``source``, ``target`` and tensors named as in ``edge_tensors``; empty if
+            no edges are held out.
     """
 
     num_nodes: int

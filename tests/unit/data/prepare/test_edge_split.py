@@ -157,6 +157,31 @@ def test_batches_are_those_of_the_source_data_however_it_is_cut(parts: int, tmp_
     assert sorted(train.t().tolist()) == sorted(reference.edge_index.t().tolist())
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_training_edges_may_be_held_out(parts: int, tmp_path: Path) -> None:
+    """No message passes along them; those of the graph are trained on no more."""
+    whole, graph = knowledge(), knowledge()
+    split_edges(graph, None, SplitOptions("random", train_fraction=0.7, val_fraction=0.1, seed=3))
+    for name in ("edge_index", "edge_type", "edge_time"):
+        value = graph[name]
+        graph[f"train_{name}"], graph[name] = value[..., :60], value[..., 60:]
+    module = Given(graph, tmp_path, task="link", split="public", num_parts=parts, batch_size=25)
+    module.prepare_data()
+    assert module.open_store().facts["split"]["sizes"] == {"train": 60, "val": 20, "test": 40}
+    batches = list(module.train_dataloader())
+    assert [batch.num_edges for batch in batches] == [80, 80, 80]
+    trained = [triples(b.orig_id[b.edge_label_index], b.edge_label_type) for b in batches]
+    assert sorted(sum(trained, [])) == triples(graph.train_edge_index, graph.train_edge_type)
+    (batch, *_) = module.val_dataloader()
+    head, relation = int(batch.orig_id[batch.edge_label_index[0, 0]]), int(batch.edge_label_type[0])
+    held_out = [triples(graph[f"{p}_edge_index"], graph[f"{p}_edge_type"]) for p in ("train", "val", "test")]
+    answers = batch.orig_id[batch.known_tail[: batch.known_tail_ptr[1]]]
+    assert sorted(answers.tolist()) == sorted(t for h, r, t in sum(held_out, []) if (h, r) == (head, relation))
+    assert triples(whole.edge_index, whole.edge_type) == sorted(
+        sum([triples(graph.edge_index, graph.edge_type), *held_out], [])
+    )
+
+
 def test_known_answers_are_those_of_all_splits(tmp_path: Path) -> None:
     module = Given(knowledge(), tmp_path, task="link", split="random")
     module.prepare_data()
