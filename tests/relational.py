@@ -1,4 +1,4 @@
-"""A small relational database in RelBench's form, whose labels are decided by the past or by the future."""
+"""Small relational databases in RelBench's form, whose labels and answers are decided by the past or by the future."""
 
 from __future__ import annotations
 
@@ -50,4 +50,37 @@ def purchases(folder: Path, decided_by: str, users: int = 300, seed: int = 0) ->
             "large": (found > 0).astype(np.int64),
         }
         write(folder / f"tasks/large/{split}.parquet", rows, None, "asked", {"user": "users"})
+    return folder
+
+
+def recommendations(folder: Path, decided_by: str, users: int = 200, items: int = 48, seed: int = 0) -> Path:
+    """Write reviews of items, and ask on three days which items each user buys: two of the four that are reviewed best.
+
+    These are the best of the day before the question (``past``), other ones for each question, or those of reviews that
+    are written after all questions (``future``), the same for all. Every tenth user buys nothing: an empty list.
+    """
+    rng = np.random.default_rng(seed)
+    write(
+        folder / "db/users.parquet",
+        {"user": np.arange(users), "city": ["Rome", "Oslo"] * (users // 2)},
+        "user",
+        None,
+        {},
+    )
+    write(folder / "db/items.parquet", {"item": np.arange(items)}, "item", None, {})
+    days = np.array([1, 4, 7] if decided_by == "past" else [20])
+    stars = rng.normal(size=(len(days), items))
+    reviews = {
+        "user": rng.integers(users, size=stars.size),
+        "item": np.tile(np.arange(items), len(days)),
+        "stars": stars.reshape(-1),
+        "at": pa.array(np.repeat(days * DAY, items), pa.timestamp("s")),
+    }
+    write(folder / "db/reviews.parquet", reviews, None, "at", {"user": "users", "item": "items"})
+    for number, split in enumerate(("train", "val", "test")):
+        best = np.argsort(stars[number % len(days)])[-4:]
+        answers = [rng.choice(best, 2, replace=False).tolist() if user % 10 else [] for user in range(users)]
+        day = pa.array(np.full(users, (2 + 3 * number) * DAY), pa.timestamp("s"))
+        rows = {"asked": day, "user": np.arange(users), "item": answers}
+        write(folder / f"tasks/next/{split}.parquet", rows, None, "asked", {"user": "users", "item": "items"})
     return folder

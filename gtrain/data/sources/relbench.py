@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.config import RelBenchConfig
@@ -23,15 +26,16 @@ from gtrain.data.tables.description import (
     Place,
     column_choices,
 )
-from gtrain.data.tables.graph import REVERSE, TableData
+from gtrain.data.tables.graph import REVERSE, TableData, log
+from gtrain.data.tables.reading import Table, is_list
 from gtrain.errors import ConfigError, DataError, unreadable
+from gtrain.graph.store.manifest import HELD_OUT, EdgeType
 from gtrain.graph.store.tables import EdgeArrays
 
 ALWAYS = -(2**62)
 """The time of rows of tables without times: before every other."""
 TASK = "task"
-"""The node type of the rows of the task's tables."""
-_SPLITS = ("train", "val", "test")
+"""The node type of the rows of the task's tables; of a task of recommendation, the relation of its edges."""
 _NOTHING = Features((), (), {})
 
 
@@ -54,6 +58,21 @@ class _Table:
     foreign: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class _Recommendation:
+    """The columns of a task that predicts links: which rows of another table a row will refer to next.
+
+    Attributes:
+        source: column of the key of the entity.
+        target: column of the keys of the answers: lists, or one key per row.
+        edge_type: of the answers: table of the entity, :data:`TASK`, table of the answers.
+    """
+
+    source: str
+    target: str
+    edge_type: EdgeType
+
+
 class RelBenchData(TableData[RelBenchConfig]):
     """A relational database as a temporal heterogeneous graph, with a task on the rows of one of its tables.
 
@@ -62,6 +81,9 @@ class RelBenchData(TableData[RelBenchConfig]):
     label and an edge from its entity; an entity has as many of them as there are times at which it is asked about.
     No edge leads from these nodes, so that no label is seen through another row. With ``temporal_strategy`` a seed sees
     rows that are not later than its time alone.
+
+    The answers of a task of recommendation are edges with the time of their row, from the entity to each answer. They
+    are held out, also those of train: no message passes along them.
 
     Files are as RelBench caches them: ``db/<table>.parquet`` and ``tasks/<name>/{train,val,test}.parquet``, with
     ``pkey_col``, ``time_col`` and ``fkey_col_to_pkey_table`` in the metadata of each file.
@@ -87,6 +109,8 @@ class RelBenchData(TableData[RelBenchConfig]):
             features = Features(None, tuple(table.foreign), choices)
             labels = LabelColumns(place, None, None, None)
             nodes[name] = NodeDescription(name, place, (table.key,) if table.key else (), features, labels, table.time)
+        if self._recommendation is not None:
+            return nodes
         place = self._place(TASK, self._task)
         labels = LabelColumns(place, None, self._label, None)
         nodes[TASK] = NodeDescription(TASK, place, (), _NOTHING, labels, self._task.time)
@@ -100,6 +124,8 @@ class RelBenchData(TableData[RelBenchConfig]):
             for column, other in table.foreign.items():
                 rows = (table.key,) if table.key else ()
                 edges.append(self._foreign_key((name, column, other), self._place(name, table), rows, (column,)))
+        if self._recommendation is not None:
+            return [*edges, self._answers(self._recommendation)]
         for column, entity in self._task.foreign.items():
             # From the entity to the row, and not back.
             place = self._place(TASK, self._task)
@@ -116,12 +142,88 @@ class RelBenchData(TableData[RelBenchConfig]):
                 graph[name].x = torch.ones(count, 1)  # else a model would learn a row of its own for each node
             if "time" not in graph[name]:
                 graph[name].time = torch.full((count,), ALWAYS)
+        if self._recommendation is not None:
+            self._drop_unknown(graph, self._recommendation)
+            return graph
         first = 0
-        for split, rows in zip(_SPLITS, self._task_rows, strict=True):
+        for split, rows in zip(HELD_OUT, self._task_rows, strict=True):
             mask = torch.zeros(int(graph[TASK].num_nodes or 0), dtype=torch.bool)
             mask[first : first + rows] = True
             graph[TASK][f"{split}_mask"], first = mask, first + rows
         return graph
+
+    def check_files(self) -> None:
+        """Refuse missing files, unknown columns, and a task of another kind than the model's."""
+        super().check_files()
+        asks, task = ("for labels", "node") if self._recommendation is None else ("which rows follow", "link")
+        if self.task != task:
+            raise ConfigError(
+                f"data.name={self.settings.name} asks {asks}, and the model has the task {self.task}.",
+                hint=f"set model.task={task} (without a model data.task={task}), with model=hetero_sage or hgt.",
+            )
+
+    # --------------------------------------------------------------------------------------------- recommendation
+
+    @cached_property
+    def _recommendation(self) -> _Recommendation | None:
+        """The columns of a task of recommendation; None: the task asks for labels."""
+        foreign, place = self._task.foreign, self._place(TASK, self._task)
+        types = self._open(place).types
+        lists = [column for column in foreign if is_list(types[column])]
+        others = [name for name in self._task.columns if name not in (*foreign, self._task.time)]
+        if not lists and (len(foreign) != 2 or others or self.settings.label is not None):
+            return None
+        if len(foreign) != 2 or len(lists) > 1:
+            raise DataError(
+                f"{self._task.paths[0]}: the foreign keys are {', '.join(foreign)}, of which {len(lists)} have lists",
+                hint="a task of recommendation has two: that of the entity, and that of the answers",
+            )
+        source, target = sorted(foreign, key=lambda column: column in lists)
+        for column in (source, target):
+            if foreign[column] not in self._database:
+                raise DataError(
+                    f"{self._task.paths[0]}: the foreign key {column!r} refers to the table {foreign[column]!r}; the "
+                    f"tables are {', '.join(self._database)}",
+                    hint="correct fkey_col_to_pkey_table",
+                )
+        return _Recommendation(source, target, (foreign[source], TASK, foreign[target]))
+
+    def _answers(self, asked: _Recommendation) -> EdgeDescription:
+        return EdgeDescription(
+            asked.edge_type,
+            self._place(f"{TASK}.{asked.target}", self._task),
+            _NOTHING,
+            (asked.source,),
+            (asked.target,),
+            relation=None,
+            weight=None,
+            time=self._task.time,
+            split=None,
+            undirected=False,
+            predicted=True,
+        )
+
+    def _edge_splits(self, edges: EdgeDescription, table: Table) -> NDArray[Any] | None:
+        return np.repeat(np.array(HELD_OUT, dtype=object), self._task_rows) if edges.predicted else None
+
+    def _drop_unknown(self, graph: HeteroData, asked: _Recommendation) -> None:
+        """Remove answers that nobody can name at the time of their row: rows that come into being later."""
+        source, _, target = asked.edge_type
+        answers = graph[asked.edge_type]
+        for split in HELD_OUT:
+            index, time = answers[f"{split}_edge_index"], answers[f"{split}_edge_time"]
+            known = (graph[source].time[index[0]] <= time) & (graph[target].time[index[1]] <= time)
+            answers[f"{split}_edge_index"], answers[f"{split}_edge_time"] = index[:, known], time[known]
+            if count := int((~known).sum()):
+                log.warning(
+                    "%s: %d of %d answers of %s are left out: the row of %s or of %s is later than the question",
+                    self._task.paths[HELD_OUT.index(split)], count, known.numel(), split, source, target,
+                )  # fmt: skip
+        if not answers.train_edge_index.numel():
+            raise DataError(
+                f"{self._task.paths[0]} has no answer: all lists of {asked.target!r} are empty, or name later rows",
+                hint="correct the file",
+            )
 
     # ------------------------------------------------------------------------------------------------------- files
 
@@ -157,7 +259,7 @@ class RelBenchData(TableData[RelBenchConfig]):
                 f"data.name={self.settings.name}: no such task in {self._folder / 'tasks'}",
                 hint=f"the tasks are {', '.join(tasks)}" if tasks else "name a folder of train, val and test.parquet",
             )
-        files = [folder / f"{split}.parquet" for split in _SPLITS]
+        files = [folder / f"{split}.parquet" for split in HELD_OUT]
         for file in files:
             if not file.is_file():
                 raise DataError(f"{file}: no such file", hint=f"a task has three files{similar(file.name, [folder])}")

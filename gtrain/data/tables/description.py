@@ -133,6 +133,7 @@ class EdgeDescription:
         split: column of splits.
         undirected: whether each row means an edge in both directions.
         optional: whether a row without a target is no edge, as a foreign key may be null; else it is an error.
+        predicted: whether no message passes along the edges, which are predicted: those of train are held out too.
     """
 
     type: tuple[str, str, str]
@@ -146,6 +147,7 @@ class EdgeDescription:
     split: str | None
     undirected: bool
     optional: bool = False
+    predicted: bool = False
 
 
 def node_descriptions(nodes: Any) -> dict[str, NodeDescription]:

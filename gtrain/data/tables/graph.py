@@ -40,10 +40,10 @@ from gtrain.data.tables.description import (
     NodeDescription,
     Place,
 )
-from gtrain.data.tables.keys import NodeKeys, edge_ends, has_key, node_key
+from gtrain.data.tables.keys import NodeKeys, edge_ends, has_key, node_key, one_row_per_item
 from gtrain.data.tables.labels import UNLABELLED, masks, read_labels, read_split, rows_of
 from gtrain.data.tables.outline import outline
-from gtrain.data.tables.reading import Table, in_one_piece, open_table, query_files
+from gtrain.data.tables.reading import Table, in_one_piece, is_list, open_table, query_files
 from gtrain.errors import DataError
 from gtrain.graph.store.manifest import HELD_OUT, NODE_TYPE
 from gtrain.graph.store.tables import EdgeArrays
@@ -271,11 +271,15 @@ class TableData(GraphDataModule[T]):
         source, target = edge_ends(table, edges.source, edges.target)
         read = _Edges(Column(self.store, np.int32), Column(self.store, np.int32))
         kept = []
+        lists = any(is_list(table.types[name]) for name in target)
         for first, batch in table.batches(list(dict.fromkeys((*source, *target)))):
             rows = np.arange(first, first + len(batch))
+            if lists:
+                batch, rows = one_row_per_item(table, target, batch, rows)
             if edges.optional:
                 chosen = np.flatnonzero(has_key(batch, target))
                 batch, rows = batch.take(chosen), rows[chosen]
+            if lists or edges.optional:
                 kept.append(rows)
             read.source.append(keys[edges.type[0]].find(table, source, batch, rows))
             read.target.append(keys[edges.type[2]].find(table, target, batch, rows))
@@ -290,9 +294,12 @@ class TableData(GraphDataModule[T]):
         attributes = self._features(f"edges {','.join(edges.type)}", table, edges.features, taken)
         if attributes is not None:
             read.tensors["edge_attr"] = attributes.to_dense().numpy()
-        if edges.split is not None and self.task == "link":
-            read.splits = read_split(table, edges.split)
+        read.splits = self._edge_splits(edges, table)
         return read.chosen(np.concatenate(kept)) if kept else read
+
+    def _edge_splits(self, edges: EdgeDescription, table: Table) -> NDArray[Any] | None:
+        """Return the split of each row as :func:`~gtrain.data.tables.labels.read_split` does; None: there are none."""
+        return None if edges.split is None or self.task != "link" else read_split(table, edges.split)
 
     def _weights(self, table: Table, name: str) -> NDArray[np.float32]:
         column = present(table.column(name), table)
@@ -363,6 +370,8 @@ class TableData(GraphDataModule[T]):
             source, relation, target = described.type
             edges, same = read[described.type], source == target
             _set_edges(graph[described.type], edges, described.undirected and same, counts[source])
+            if described.predicted:
+                _hold_out_training(graph[described.type])
             if described.undirected and not same:
                 reverse = graph[target, f"{REVERSE}{relation}", source]
                 reverse.update({n: v for n, v in graph[described.type].items() if not n.startswith(HELD_OUT)})
@@ -439,6 +448,14 @@ def _set_edges(storage: Any, edges: _Edges, undirected: bool, num_nodes: int) ->
         storage.update({f"{prefix}{name}": value for name, value in values.items()})
 
 
+def _hold_out_training(storage: Any) -> None:
+    """Rename ``edge_*``, the training edges, to ``train_edge_*``, and leave no edge in the graph."""
+    for name in [name for name in storage if name.startswith("edge_")]:
+        value = storage[name]
+        storage[f"train_{name}"] = value
+        storage[name] = value[:, :0] if name == "edge_index" else value[:0]
+
+
 def _append_reversed(edges: _Edges) -> None:
     """Append the reverse of each edge except self-loops."""
     source, target = edges.source.array(), edges.target.array()
@@ -456,7 +473,7 @@ def _by_split(edges: _Edges) -> dict[str, dict[str, NDArray[Any]]]:
     columns = {"source": edges.source.array(), "target": edges.target.array(), **edges.tensors}
     if edges.splits is None:
         return {"train": columns}
-    chosen = {split: np.flatnonzero(edges.splits == split) for split in ("train", *HELD_OUT)}
+    chosen = {split: np.flatnonzero(edges.splits == split) for split in HELD_OUT}
     return {split: {n: np.asarray(v)[rows] for n, v in columns.items()} for split, rows in chosen.items()}
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gtrain.data.ingest.dictionary import Dictionary, Keys, first_true
 from gtrain.data.tables.description import Place
-from gtrain.data.tables.reading import Table, in_one_piece
+from gtrain.data.tables.reading import Table, in_one_piece, is_list
 from gtrain.errors import DataError
 from gtrain.graph.store.names import JOINT
 
@@ -76,7 +76,8 @@ def edge_ends(
 
 def key_form(table: Table, columns: Sequence[str]) -> KeyForm:
     """Return how keys of these columns are written back."""
-    whole = [pa.types.is_integer(table.types[name]) for name in columns]
+    types = (table.types[name] for name in columns)
+    whole = [pa.types.is_integer(dtype.value_type if is_list(dtype) else dtype) for dtype in types]
     return KeyForm(tuple(columns), tuple("int64" if is_int else "string" for is_int in whole))
 
 
@@ -197,6 +198,30 @@ def _whole(column: Any, name: str, table: Table, rows: Ints) -> Any:
             f"{table.row(int(rows[row]))}: the key {name!r} is {values[row]}", hint="keys are whole numbers or strings"
         )
     return column.cast(pa.int64())
+
+
+def one_row_per_item(table: Table, columns: Sequence[str], batch: Any, rows: Ints) -> tuple[Any, Ints]:
+    """Return a batch with one row for each key in a column of lists, and the numbers of these rows.
+
+    Args:
+        table: the table of the rows.
+        columns: those of the key, which is one; an empty list, or a missing one, has no row.
+        batch: rows of the table.
+        rows: their numbers.
+
+    Raises:
+        DataError: the key has other columns too.
+    """
+    if len(columns) != 1:
+        raise DataError(
+            f"{table.place.key}: the key has {len(columns)} columns, {' and '.join(columns)}, of which one has lists",
+            hint="write one row for each key, or lists of keys of one column",
+        )
+    name = columns[0]
+    lists = in_one_piece(batch[name])
+    parents = pc.list_parent_indices(lists)
+    items = batch.take(parents).set_column(batch.column_names.index(name), name, pc.list_flatten(lists))
+    return items, rows[parents.to_numpy()]
 
 
 def has_key(batch: Any, columns: Sequence[str]) -> NDArray[np.bool_]:

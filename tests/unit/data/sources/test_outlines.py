@@ -20,7 +20,7 @@ import test_parquet as parquet
 import test_pyg_partition as pyg
 import torch
 from hydra.utils import get_class
-from relational import purchases
+from relational import purchases, recommendations
 
 from gtrain.data.config import SCHEMAS
 from gtrain.data.module import GraphDataModule
@@ -169,6 +169,9 @@ SOURCES: dict[str, Make] = {
     "tables": table,
     "tables, types": typed_tables,
     "relbench": lambda folder: RelBenchData(path=str(purchases(folder, "past", users=4)), name="large"),
+    "relbench, links": lambda folder: RelBenchData(
+        path=str(recommendations(folder, "past", users=10)), name="next", task="link"
+    ),
     "dgl": lambda _: DGLPartitionData(path=f"{dgl.ASSETS}/homogeneous/small.json"),
     "dgl, types": lambda _: DGLPartitionData(path=f"{dgl.ASSETS}/heterogeneous/small.json"),
 }

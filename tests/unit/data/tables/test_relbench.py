@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from relational import DAY, purchases, write
+from relational import DAY, purchases, recommendations, write
 from torch_geometric.data import HeteroData
 
 from gtrain.data.sources.relbench import ALWAYS, RelBenchData
@@ -57,3 +57,70 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     write(tmp_path / "db/notes.parquet", {"user": [9]}, None, None, {"user": "users"})
     with pytest.raises(GtrainError, match="notes.parquet, row 0 .*: the 'user' 9 is not in the node table users"):
         data(tmp_path).read()
+
+
+def shop(folder: Path, **test: Any) -> RelBenchData:
+    """Two users, items with times, and the questions of two days; ``test`` replaces columns of test.parquet."""
+    write(folder / "db/users.parquet", {"user": ["ann", "bob"]}, "user", None, {})
+    write(folder / "db/items.parquet", {"item": [7, 8, 9], "since": [0, 10, 20]}, "item", "since", {})
+    write(folder / "db/sales.parquet", {"user": ["ann"], "item": [8], "at": [12]}, None, "at", KEYS)
+    for split, day, items in (("train", 11, [[7, 8], []]), ("val", 15, [[9], [8, 7]]), ("test", 25, [None, [9]])):
+        rows = {"day": [day, day], "user": ["ann", "bob"], "item": items, **(test if split == "test" else {})}
+        write(folder / f"tasks/next/{split}.parquet", rows, None, "day", KEYS)
+    return data(folder, name="next", task="link")
+
+
+KEYS = {"user": "users", "item": "items"}
+ANSWERS = ("users", "task", "items")
+
+
+def test_answers_are_edges_without_messages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    graph = shop(tmp_path).read()
+    assert isinstance(graph, HeteroData)
+    assert graph.node_types == ["items", "sales", "users"]
+    edges = graph[ANSWERS]
+    assert edges.edge_index.shape == (2, 0) and edges.edge_time.shape == (0,)
+    assert [kind for kind in graph.edge_types if "task" in kind[1]] == [ANSWERS]
+    assert edges.train_edge_index.tolist() == [[0, 0], [0, 1]] and edges.train_edge_time.tolist() == [11, 11]
+    # On day 15 nobody knows of the item of day 20.
+    assert edges.val_edge_index.tolist() == [[1, 1], [1, 0]] and edges.val_edge_time.tolist() == [15, 15]
+    assert "1 of 3 answers of val are left out" in caplog.text
+    assert edges.test_edge_index.tolist() == [[1], [2]] and edges.test_edge_time.tolist() == [25]
+
+
+def test_an_answer_may_be_a_single_key(tmp_path: Path) -> None:
+    module = shop(tmp_path)
+    for split in ("train", "val", "test"):
+        rows = {"day": [30, 30], "user": ["bob", "bob"], "item": [7, 9]}
+        write(tmp_path / f"tasks/next/{split}.parquet", rows, None, "day", KEYS)
+    edges = module.read()[ANSWERS]
+    assert edges.train_edge_index.tolist() == edges.test_edge_index.tolist() == [[1, 1], [0, 2]]
+
+
+def test_the_store_holds_answers_out(tmp_path: Path) -> None:
+    path = recommendations(tmp_path, "past", users=20)
+    module = data(path, name="next", task="link", temporal_strategy=None)
+    module.prepare_data()
+    store = module.open_store()
+    assert [module.num_seeds(split) for split in ("train", "val", "test")] == [36, 36, 36]
+    assert store.num_edges_of(ANSWERS) == 0 and store.holds_out("train", ANSWERS)
+    batch = next(iter(module.train_dataloader()))
+    assert batch.target == ANSWERS and batch.edge_label_index.shape == (2, 36)
+    assert batch.edge_label_time.tolist() == [2 * DAY] * 36
+    assert batch[ANSWERS].edge_index.numel() == 0 and not [name for name in batch[ANSWERS] if name.startswith("train")]
+
+
+def test_wrong_answers_are_named(tmp_path: Path) -> None:
+    with pytest.raises(GtrainError, match="test.parquet, row 1 .*: the 'item' 6 is not in the node table items"):
+        shop(tmp_path, item=[[7], [8, 6]]).read()
+    with pytest.raises(
+        GtrainError, match="(?s)asks which rows follow, and the model has the task node.*model.task=link"
+    ):
+        data(tmp_path, name="next").check_inputs()
+    with pytest.raises(GtrainError, match="(?s)asks for labels, and the model has the task link"):
+        data(purchases(tmp_path / "labels", "past", users=4), task="link").check_inputs()
+    for split in ("train", "val", "test"):
+        rows = {"day": [11, 11], "user": ["ann", "bob"], "item": [[], [9]]}
+        write(tmp_path / f"tasks/next/{split}.parquet", rows, None, "day", KEYS)
+    with pytest.raises(GtrainError, match="train.parquet has no answer"):
+        data(tmp_path, name="next", task="link").read()
