@@ -81,9 +81,9 @@ class JobConfig(Settings):
         "`predict`, `export`: the file to write, which must not exist yet; null: `predictions.<format>` or "
         "`embeddings.<format>` in the run's folder",
     )
-    format: str = setting(
-        "npy",
-        "format of `output`",
+    format: str | None = setting(
+        None,
+        "format of `output`; null: the ending of `output`, or else `npy`",
         words={
             "npy": "one row per node, in the order of the source data's ids",
             "parquet": "columns `id` (the name, if nodes have names), `values` and, for scores of classes, "

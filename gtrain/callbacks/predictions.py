@@ -275,6 +275,21 @@ def _copy_rows(ids: NDArray[np.int64], rows: Rows, file: Path) -> None:
     values.flush()
 
 
+def format_of(output: str | None) -> str:
+    """Return the format that the ending of a file name says; ``npy`` without an ending.
+
+    Raises:
+        ConfigError: the ending is no format.
+    """
+    suffix = Path(output or "").suffix.removeprefix(".")
+    if suffix and suffix not in FORMATS:
+        raise ConfigError(
+            f"output={output} was set; .{suffix} is no format.",
+            hint=f"the formats are {', '.join(FORMATS)}; format= chooses one under any name.",
+        )
+    return suffix or FORMATS[0]
+
+
 def check_output(path: Path, fmt: str) -> None:
     """Check format and path before anything is computed.
 

@@ -56,7 +56,7 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
     build.find_target(config["data"]["_target_"], "data")
     ranks = config["trainer"]["num_nodes"] * config["trainer"]["devices"]
     if verb in ("predict", "export"):
-        check_output(job.output, config["format"])
+        check_output(job.output, job.format)
         check_folder(job.output.parent, f"output={job.output}")
     data = data_module(config, ranks)
     is_first = _machine(config) == 0

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
 from gtrain import backends, targets
-from gtrain.callbacks.predictions import PredictionWriter, check_output
+from gtrain.callbacks.predictions import PredictionWriter, check_output, format_of
 from gtrain.callbacks.progress import ProgressLine
 from gtrain.callbacks.recorder import RunRecorder
 from gtrain.callbacks.test_record import TestRecorder
@@ -141,7 +141,7 @@ class Task:
 
     def run(self) -> float | None:
         if self.config["verb"] in ("predict", "export"):
-            check_output(self.output, self.config["format"])
+            check_output(self.output, self.format)
         pl.seed_everything(self.config["seed"], verbose=False)
         strategy = self.make_strategy()
         with contextlib.closing(strategy.local_copies):
@@ -231,7 +231,13 @@ class Task:
     def output(self) -> Path:
         """The file that ``gtrain predict`` and ``gtrain export`` write."""
         name = "embeddings" if self.config["verb"] == "export" else "predictions"
-        return Path(self.config["output"] or Path(self.config["paths"]["run"], f"{name}.{self.config['format']}"))
+        return Path(self.config["output"] or Path(self.config["paths"]["run"], f"{name}.{self.format}"))
+
+    @property
+    def format(self) -> str:
+        """The format of :attr:`output`: the one that was set, or else the one of its ending."""
+        chosen: str | None = self.config["format"]
+        return chosen or format_of(self.config["output"])
 
     @property
     def _runs(self) -> Path:
@@ -287,7 +293,7 @@ class Task:
         config, strategy = self.config, trainer.strategy
         assert isinstance(strategy, GraphStrategy)
         embeddings = config["verb"] == "export" or config["embeddings"]
-        writer = PredictionWriter(self.output, config["format"], data.open_store(), strategy, embeddings)
+        writer = PredictionWriter(self.output, self.format, data.open_store(), strategy, embeddings)
         trainer.callbacks.append(writer)  # type: ignore[attr-defined]
         trainer.predict(model, datamodule=data, ckpt_path=checkpoint, return_predictions=False)
         if strategy.is_global_zero:

@@ -14,7 +14,7 @@ from helpers import ok
 from torch import nn
 from torch_geometric.nn import GCN, MLP
 
-from gtrain.callbacks.predictions import check_output, last_layer
+from gtrain.callbacks.predictions import check_output, format_of, last_layer
 from gtrain.errors import ConfigError
 
 SMALL = ["model=sage", "data.num_nodes=300", "data.num_edges=2400", "data.num_features=16", "data.num_classes=4"]
@@ -25,7 +25,7 @@ def test_two_ranks_predict_what_one_does(tmp_path: Path) -> None:
     sharded = ["strategy=sar", "trainer.num_nodes=2", *SMALL]
     run = f"hydra.run.dir={tmp_path / 'run'}"
     ok(gtrain(*sharded, "trainer.max_epochs=2", run, cwd=tmp_path))
-    ok(gtrain("predict", *sharded, "format=parquet", "output=out/scores.parquet", cwd=tmp_path))
+    ok(gtrain("predict", *sharded, "output=out/scores.parquet", cwd=tmp_path))
     checkpoint = f"ckpt_path={tmp_path / 'run/checkpoints/best.ckpt'}"
     said = ok(gtrain("predict", "strategy=single", *SMALL, checkpoint, "output=out/scores.npy", cwd=tmp_path)).stdout
     assert "written: out/scores.npy" in said
@@ -67,6 +67,9 @@ def test_ids_of_the_largest_component_are_those_of_the_data_set(tmp_path: Path) 
 def test_what_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="npy, parquet"):
         check_output(tmp_path / "x", "csv")
+    with pytest.raises(ConfigError, match=r"output=x.csv was set; .csv is no format(.|\n)*npy, parquet"):
+        format_of("x.csv")
+    assert [format_of(output) for output in (None, "x", "out/x.parquet", "x.tsv")] == ["npy", "npy", "parquet", "tsv"]
     check_output(tmp_path / "x", "pbg_hdf5")
     check_output(tmp_path / "x.npy", "npy")
     check_output(tmp_path / "x.csv", "npy")
