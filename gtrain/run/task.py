@@ -356,6 +356,7 @@ def _silence_lightning() -> None:
         ".*log_every_n_steps.*",
         ".*The dirpath has changed.*",
         ".*ckpt_path.*weights_only.*",
+        ".*callbacks used to create the checkpoint need to be provided.*",
         ".*Sparse CSR tensor support is in beta.*",
         ".*Sparse invariant checks are implicitly disabled.*",
         ".*`srun` command is available on your system but is not used.*",
