@@ -29,13 +29,14 @@ from gtrain.data.tables.description import (
 from gtrain.data.tables.graph import REVERSE, TableData, log
 from gtrain.data.tables.reading import Table, is_list
 from gtrain.errors import ConfigError, DataError, unreadable
-from gtrain.graph.store.manifest import HELD_OUT, EdgeType
+from gtrain.graph.store.manifest import EdgeType
 from gtrain.graph.store.tables import EdgeArrays
 
 ALWAYS = -(2**62)
 """The time of rows of tables without times: before every other."""
 TASK = "task"
 """The node type of the rows of the task's tables; of a task of recommendation, the relation of its edges."""
+_SPLITS = ("train", "val", "test")
 _NOTHING = Features((), (), {})
 
 
@@ -64,12 +65,14 @@ class _Recommendation:
 
     Attributes:
         source: column of the key of the entity.
-        target: column of the keys of the answers: lists, or one key per row.
+        target: column of the keys of the answers.
+        has_lists: whether that column has lists; else one key per row, which may be null.
         edge_type: of the answers: table of the entity, :data:`TASK`, table of the answers.
     """
 
     source: str
     target: str
+    has_lists: bool
     edge_type: EdgeType
 
 
@@ -96,7 +99,7 @@ class RelBenchData(TableData[RelBenchConfig]):
 
     @cached_property
     def described_nodes(self) -> dict[str, NodeDescription]:
-        """The tables of the database, and the rows of the task."""
+        """The tables of the database, and the rows of a task of labels."""
         chosen = self.settings.columns or {}
         if unknown := [name for name in chosen if name not in self._database]:
             raise ConfigError(
@@ -118,7 +121,7 @@ class RelBenchData(TableData[RelBenchConfig]):
 
     @cached_property
     def described_edges(self) -> list[EdgeDescription]:
-        """The foreign keys."""
+        """The foreign keys, and the answers of a task of recommendation."""
         edges = []
         for name, table in self._database.items():
             for column, other in table.foreign.items():
@@ -146,7 +149,7 @@ class RelBenchData(TableData[RelBenchConfig]):
             self._drop_unknown(graph, self._recommendation)
             return graph
         first = 0
-        for split, rows in zip(HELD_OUT, self._task_rows, strict=True):
+        for split, rows in zip(_SPLITS, self._task_rows, strict=True):
             mask = torch.zeros(int(graph[TASK].num_nodes or 0), dtype=torch.bool)
             mask[first : first + rows] = True
             graph[TASK][f"{split}_mask"], first = mask, first + rows
@@ -186,7 +189,7 @@ class RelBenchData(TableData[RelBenchConfig]):
                     f"tables are {', '.join(self._database)}",
                     hint="correct fkey_col_to_pkey_table",
                 )
-        return _Recommendation(source, target, (foreign[source], TASK, foreign[target]))
+        return _Recommendation(source, target, bool(lists), (foreign[source], TASK, foreign[target]))
 
     def _answers(self, asked: _Recommendation) -> EdgeDescription:
         return EdgeDescription(
@@ -200,24 +203,25 @@ class RelBenchData(TableData[RelBenchConfig]):
             time=self._task.time,
             split=None,
             undirected=False,
+            optional=not asked.has_lists,
             predicted=True,
         )
 
     def _edge_splits(self, edges: EdgeDescription, table: Table) -> NDArray[Any] | None:
-        return np.repeat(np.array(HELD_OUT, dtype=object), self._task_rows) if edges.predicted else None
+        return np.repeat(np.array(_SPLITS, dtype=object), self._task_rows) if edges.predicted else None
 
     def _drop_unknown(self, graph: HeteroData, asked: _Recommendation) -> None:
         """Remove answers that nobody can name at the time of their row: rows that come into being later."""
         source, _, target = asked.edge_type
         answers = graph[asked.edge_type]
-        for split in HELD_OUT:
+        for split in _SPLITS:
             index, time = answers[f"{split}_edge_index"], answers[f"{split}_edge_time"]
             known = (graph[source].time[index[0]] <= time) & (graph[target].time[index[1]] <= time)
             answers[f"{split}_edge_index"], answers[f"{split}_edge_time"] = index[:, known], time[known]
             if count := int((~known).sum()):
                 log.warning(
                     "%s: %d of %d answers of %s are left out: the row of %s or of %s is later than the question",
-                    self._task.paths[HELD_OUT.index(split)], count, known.numel(), split, source, target,
+                    self._task.paths[_SPLITS.index(split)], count, known.numel(), split, source, target,
                 )  # fmt: skip
         if not answers.train_edge_index.numel():
             raise DataError(
@@ -259,7 +263,7 @@ class RelBenchData(TableData[RelBenchConfig]):
                 f"data.name={self.settings.name}: no such task in {self._folder / 'tasks'}",
                 hint=f"the tasks are {', '.join(tasks)}" if tasks else "name a folder of train, val and test.parquet",
             )
-        files = [folder / f"{split}.parquet" for split in HELD_OUT]
+        files = [folder / f"{split}.parquet" for split in _SPLITS]
         for file in files:
             if not file.is_file():
                 raise DataError(f"{file}: no such file", hint=f"a task has three files{similar(file.name, [folder])}")

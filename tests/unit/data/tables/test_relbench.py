@@ -91,7 +91,7 @@ def test_answers_are_edges_without_messages(tmp_path: Path, caplog: pytest.LogCa
 def test_an_answer_may_be_a_single_key(tmp_path: Path) -> None:
     module = shop(tmp_path)
     for split in ("train", "val", "test"):
-        rows = {"day": [30, 30], "user": ["bob", "bob"], "item": [7, 9]}
+        rows = {"day": [30] * 3, "user": ["bob"] * 3, "item": [7, None, 9]}
         write(tmp_path / f"tasks/next/{split}.parquet", rows, None, "day", KEYS)
     edges = module.read()[ANSWERS]
     assert edges.train_edge_index.tolist() == edges.test_edge_index.tolist() == [[1, 1], [0, 2]]

@@ -106,6 +106,18 @@ def test_nodes_may_be_those_that_edges_name(write: Write, tmp_path: Path) -> Non
     )
 
 
+def test_targets_may_be_lists(tmp_path: Path) -> None:
+    """The weight of a row is that of each of its edges; an empty list, or none, has no edge."""
+    table = pa.table({"src": [5, 6, 7, 8], "dst": [[6, 7], [], None, [5]], "w": [1.0, 2.0, 3.0, 4.0]})
+    source = data(tmp_path, edges={"frame": table, "weight": "w"}, task="link")
+    graph = source.read()
+    assert graph.edge_index.tolist() == [[0, 0, 1], [2, 3, 0]] and graph.edge_weight.tolist() == [1.0, 1.0, 4.0]
+    assert source.names()["node"].to_pylist() == ["5", "8", "6", "7"]
+    two = {"frame": table.append_column("of", [["a"] * 4]), "source": "src", "target": ["dst", "of"]}
+    with pytest.raises(DataError, match="the key has 2 columns, dst and of, of which one has lists"):
+        data(tmp_path, edges=two).read()
+
+
 def test_lists_vectors_dates_and_several_labels_of_parquet(tmp_path: Path) -> None:
     table = pa.table(
         {
