@@ -31,7 +31,8 @@ from gtrain_pyg.sampling.sampler import Subgraph
 
 log = logging.getLogger("gtrain")
 Batch: TypeAlias = Data | HeteroData
-_LATEST = torch.iinfo(torch.int64).max
+LATEST = torch.iinfo(torch.int64).max
+"""The end of all times."""
 
 
 @dataclass(frozen=True)
@@ -235,19 +236,21 @@ class NodeSeeds(SeedSource):
         return SeedFields(self.node_type, {"seeds": local, "batch_size": local.numel()}, step.seeds, time)
 
 
-def node_seeds(loader: SeedLoader, group: Group, time: str | None, *, all_ranks: bool) -> NodeSeeds:
+def node_seeds(loader: SeedLoader, group: Group, time: str | int | None, *, all_ranks: bool) -> NodeSeeds:
     """Return the seeds of a loader over nodes.
 
     Args:
         loader: names the store and the split.
         group: the ranks; rank p owns part p.
-        time: the node tensor with times, or None.
+        time: the node tensor with times, or one time for all; None without times.
         all_ranks: take the seeds of all ranks, in the order of the source data.
     """
     store, node_type = loader.store, target_type(loader.store)
     part, offsets = group.rank, store.offsets_of(node_type)
     rows = _split_rows(store, loader.split, part, node_type)
-    times = None if time is None else store.node(time, part, node_type)[rows].long()
+    times: Tensor | None = None
+    if time is not None:
+        times = torch.full_like(rows, time) if isinstance(time, int) else store.node(time, part, node_type)[rows].long()
     ids = rows + offsets[part]
     total = int(group.all_reduce(torch.tensor([ids.numel()])))
     if not all_ranks:
@@ -433,7 +436,7 @@ class LinkEvaluation:
 
         self._batches = []
         for time, by_type in node_batches.items():
-            edges = SpreadEdges(group, loader, None if time == _LATEST else time)
+            edges = SpreadEdges(group, loader, None if time == LATEST else time)
             batch = edges.batch(HeteroData() if loader.store.is_hetero else Data(), 0)
             batch.node_batches = {node_type: opener(batches) for node_type, batches in by_type.items()}
             self._batches.append(batch)
@@ -460,12 +463,12 @@ def evaluation_times(group: Group, loader: SeedLoader, *, timed: bool) -> list[i
         return [None]
     edge_type = target_edge_type(loader.store)
     if not loader.store.holds_out("train", edge_type):
-        return [_LATEST]
+        return [LATEST]
     own = PartEdges(loader.store, edge_type, loader.split, [group.rank]).select().extra.get("time")
     times = torch.cat(group.all_gather(torch.empty(0, dtype=torch.int64) if own is None else own.unique())).unique()
     if times.numel() > 1:
         log.info("%s edges have %d times; each takes a pass over all nodes", loader.split, times.numel())
-    return [*times.tolist()] or [_LATEST]
+    return [*times.tolist()] or [LATEST]
 
 
 def local_nodes(loader: SeedLoader, rank: int, time: int | None) -> dict[str, NodeSeeds]:

@@ -40,6 +40,7 @@ from gtrain_pyg.peers import Array, NodeOrEdgeType, PartBook, Peers, SharedArray
 from gtrain_pyg.sampling.hop import serve_sampling
 from gtrain_pyg.sampling.sampler import DistributedSampler
 from gtrain_pyg.seeds import (
+    LATEST,
     LinkEvaluation,
     SeedSource,
     evaluation_times,
@@ -371,7 +372,11 @@ class PygStrategy(GraphStrategy):
         if loader.seeds_are_edges:
             timed = seed_time(store, options, target_edge_type(store)) is not None
             return link_seeds(loader, self.group, all_ranks=all_ranks, timed=timed, disjoint=options.disjoint)
-        return node_seeds(loader, self.group, seed_time(store, options, target_type(store)), all_ranks=all_ranks)
+        time: str | int | None = None
+        if options.temporal is not None:
+            # Nodes that no task asks about at some time are embedded by all that is known.
+            time = LATEST if loader.task == "link" else seed_time(store, options, target_type(store))
+        return node_seeds(loader, self.group, time, all_ranks=all_ranks)
 
     def _plan(self, shard: Shard, options: SamplingOptions) -> PrefetchPlan:
         settings, remote = self.settings, shard.has_remote_parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import forked
+import numpy as np
 import pytest
 from helpers import ok, summary
 from relational import purchases, recommendations
@@ -56,6 +57,9 @@ def test_past_rows_predict_links(tmp_path: Path) -> None:
     scores = links(tmp_path, "past", *latest)
     assert scores["test/auc"] > 0.9 and scores["test/mrr"] > 0.25
     assert scores["val/auc"] > 0.9 and scores["val/mrr"] > 0.25
+    ok(forked.gtrain("export", f"run={tmp_path}/run", f"output={tmp_path}/items.npy", cwd=tmp_path))
+    # The items, which have no features, are told apart by their reviews.
+    assert len(np.unique(np.load(tmp_path / "items.npy").round(5), axis=0)) == 48
 
 
 @pytest.mark.slow
