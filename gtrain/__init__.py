@@ -31,6 +31,7 @@ _HOMES = {
     "Store": "gtrain.graph.store",
     "SeedLoader": "gtrain.data.batches.loader",
     "NodeClassifier": "gtrain.model.classification",
+    "NodeRegressor": "gtrain.model.regression",
     "GraphDataModule": "gtrain.data.module",
     "PlantedData": "gtrain.data.planted",
     "EdgesData": "gtrain.data.sources.edges",

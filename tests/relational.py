@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 DAY = 86400
+DAYS = {"train": 3, "val": 6, "test": 8}
+"""The days after which each split asks."""
 
 
 def write(file: Path, columns: dict[str, Any], key: str | None, time: str | None, foreign: dict[str, str]) -> None:
@@ -26,6 +28,23 @@ def purchases(folder: Path, decided_by: str, users: int = 300, seed: int = 0) ->
     The label is whether the amount of the purchase on the day before (``past``) or after (``future``) is above its
     median; amounts are independent.
     """
+    amounts = _database(folder, users, seed)
+    for split, day in DAYS.items():
+        found = amounts[:, day if decided_by == "past" else day + 1]
+        _ask(folder / f"tasks/large/{split}.parquet", day, "large", (found > 0).astype(np.int64))
+    return folder
+
+
+def amounts(folder: Path, users: int = 300, seed: int = 0) -> Path:
+    """Write the same, and ask for three times the amount of the purchase on the day before, plus 100."""
+    found = _database(folder, users, seed)
+    for split, day in DAYS.items():
+        _ask(folder / f"tasks/amount/{split}.parquet", day, "amount", 100 + 3 * found[:, day])
+    return folder
+
+
+def _database(folder: Path, users: int, seed: int) -> Any:
+    """Write users and purchases; return the amounts, float64 ``[users, 10]``."""
     rng = np.random.default_rng(seed)
     days = np.arange(10)
     amounts = rng.normal(size=(users, len(days)))
@@ -42,15 +61,17 @@ def purchases(folder: Path, decided_by: str, users: int = 300, seed: int = 0) ->
         "at": pa.array(np.tile(days * 2 * DAY, users), pa.timestamp("s")),
     }
     write(folder / "db/purchases.parquet", columns, None, "at", {"user": "users"})
-    for split, day in (("train", 3), ("val", 6), ("test", 8)):
-        found = amounts[:, day if decided_by == "past" else day + 1]
-        rows = {
-            "asked": pa.array(np.full(users, (day * 2 + 1) * DAY), pa.timestamp("s")),
-            "user": np.arange(users),
-            "large": (found > 0).astype(np.int64),
-        }
-        write(folder / f"tasks/large/{split}.parquet", rows, None, "asked", {"user": "users"})
-    return folder
+    return amounts
+
+
+def _ask(file: Path, day: int, label: str, values: Any) -> None:
+    """Write a task's rows, one for each user: the time after the purchase of the day, and the label."""
+    rows = {
+        "asked": pa.array(np.full(len(values), (day * 2 + 1) * DAY), pa.timestamp("s")),
+        "user": np.arange(len(values)),
+        label: values,
+    }
+    write(file, rows, None, "asked", {"user": "users"})
 
 
 def recommendations(folder: Path, decided_by: str, users: int = 200, items: int = 48, seed: int = 0) -> Path:

@@ -70,6 +70,7 @@ LIGHT = (
     "gtrain.plan.compose",
     "gtrain.plan.machine",
     "gtrain.record.events",
+    "gtrain.record.scores",
     "gtrain.run.runs",
     "gtrain.settings",
     "gtrain.targets",

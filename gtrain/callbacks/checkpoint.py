@@ -17,6 +17,7 @@ from torch import Tensor
 from gtrain.errors import ConfigError, InterruptedRunError
 from gtrain.launch import slot as slots
 from gtrain.object_store import is_address
+from gtrain.record.scores import lower_is_better
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.base import GraphStrategy
 
@@ -32,7 +33,7 @@ def unknown_monitor(key: str, monitor: str, logged: Iterable[str]) -> ConfigErro
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """Lightning's ``ModelCheckpoint`` with seven differences.
+    """Lightning's ``ModelCheckpoint`` with eight differences.
 
     1. A resumed run keeps the best checkpoint of the interrupted run. Each run has its folder, and Lightning resets the
        best score when the folder changes: the test would use the best of the remaining epochs, not of all.
@@ -48,6 +49,7 @@ class RunCheckpoint(ModelCheckpoint):
     7. After SIGTERM all ranks finish the same step, write ``last.ckpt`` and end; see
        :meth:`gtrain.GraphStrategy.interrupted`. If this is the last step of an epoch, they end with the
        epoch. Lightning would end each rank after the step that it is in, without a checkpoint.
+    8. ``mode`` may be ``auto``: ``min`` for losses and errors, ``max`` for other scores, by the name of ``monitor``.
 
     Attributes:
         best_epoch: the epoch of the best checkpoint; None before the first, and without ``monitor``.
@@ -58,14 +60,31 @@ class RunCheckpoint(ModelCheckpoint):
     _stepped = 0  # global step after which the ranks agreed last on whether to end
     _ends = False
 
-    def __init__(self, dirpath: str | Path | None = None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(dirpath, *args, **kwargs)
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        *,
+        mode: str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        self._chooses_mode = mode == "auto"
+        super().__init__(dirpath, filename, monitor, mode="max" if self._chooses_mode else mode, **kwargs)
+        self.select_by(self.monitor)
         if dirpath is not None and is_address(dirpath):
             self.dirpath = str(dirpath).rstrip("/")
         within_epochs = self._every_n_train_steps > 0 or self._train_time_interval is not None
         self._saves_within_epochs = within_epochs and self.monitor is not None and bool(self.save_last)
         if self._saves_within_epochs:
             self._every_n_epochs = 1
+
+    def select_by(self, monitor: str | None) -> None:
+        """Set the score that selects the best checkpoint; None: the newest is the best."""
+        self.monitor = monitor
+        if self._chooses_mode and monitor is not None:
+            lower = lower_is_better(monitor)
+            self.mode, self.kth_value = ("min", torch.tensor(torch.inf)) if lower else ("max", -torch.tensor(torch.inf))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Watch for SIGTERM, and let the agent know that this rank saves a checkpoint after it."""

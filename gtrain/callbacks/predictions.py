@@ -101,9 +101,9 @@ class PredictionWriter(pl.Callback):
         path: the file to write; see :func:`check_output`.
         fmt: ``npy``: float [N, D], row i of node i of the source data (NaN for nodes that the data source left out);
             ``parquet``: columns ``id`` (the name, if the data has names; the columns of the key of ``data=tables``),
-            ``values`` (a list of D numbers) and, for scores of classes, ``prediction`` (the best class; its label, if
-            the data has labels with other values); ``tsv``: see :func:`write_tsv`; ``pbg_hdf5``: see
-            :func:`write_hdf5`.
+            ``values`` (a list of D numbers) and ``prediction`` in a node task: the best class (and its ``label``, if
+            the data has labels with other values), or the predicted number; ``tsv``: see :func:`write_tsv`;
+            ``pbg_hdf5``: see :func:`write_hdf5`.
         store: the graph.
         strategy: its group has the ranks that write.
         embeddings: write embeddings instead of the output of ``predict_step``: the output of the module's
@@ -162,9 +162,8 @@ class PredictionWriter(pl.Callback):
         if self._format == "npy" and "source_nodes" in self._store.facts:
             shape, ids = (self._store.facts["source_nodes"], width), self._source_ids(ids)
         self._write_shared(shape, ids.numpy())
-        has_classes = not self._embeddings and width == self._store.facts.get("num_classes")
         if self._strategy.is_global_zero:
-            self._finish(has_classes and not self._store.facts.get("multilabel"))
+            self._finish()
         self._strategy.barrier()
 
     def _append(self, rows: Tensor) -> None:
@@ -233,20 +232,23 @@ class PredictionWriter(pl.Callback):
         self._strategy.barrier()
         sharing.withdraw(folder)
 
-    def _finish(self, classes: bool) -> None:
+    def _finish(self) -> None:
         """Convert the collected rows to the format, and rename the result to :attr:`path`."""
+        facts = self._store.facts
         values = np.load(self._scratch / _VALUES, mmap_mode="r")
         node_type = target_type(self._store)
         done = self.path.with_name(self.path.name + ".done")
-        if self._store.facts.get("entity_types"):
+        if facts.get("entity_types"):
             self._write_types(done, values)
         elif self._format == "npy":
             os.replace(self._scratch / _VALUES, self.path)
             shutil.rmtree(self._scratch)
             return
-        elif classes and self._format == "parquet":
-            labels = self._store.facts.get("label_values")
-            write_parquet(done, values, NodeIds.of(self._store, node_type), node_type, classes=True, labels=labels)
+        elif self._format == "parquet" and not self._embeddings:
+            is_class = values.shape[1] == facts.get("num_classes") and not facts.get("multilabel")
+            is_number = values.shape[1] == 1 and facts.get("label_scale") is not None
+            kind, labels = "class" if is_class else "number" if is_number else None, facts.get("label_values")
+            write_parquet(done, values, NodeIds.of(self._store, node_type), node_type, predicts=kind, labels=labels)
         else:
             WRITERS[self._format](done, values, NodeIds.of(self._store, node_type), node_type)
         os.replace(done, self.path)
@@ -365,26 +367,34 @@ def blocks(values: Rows) -> Iterator[tuple[NDArray[np.int64], Rows]]:
 
 
 def write_parquet(
-    path: Path, values: Rows, nodes: NodeIds, node_type: str, *, classes: bool = False, labels: list[Any] | None = None
+    path: Path,
+    values: Rows,
+    nodes: NodeIds,
+    node_type: str,
+    *,
+    predicts: str | None = None,
+    labels: list[Any] | None = None,
 ) -> None:
-    """Write the columns of the ids, ``values`` (a list of D numbers) and, for scores of classes, ``prediction``.
+    """Write the columns of the ids, ``values`` (a list of D numbers), and ``prediction`` of what is predicted.
 
     Args:
         path: the file.
         values: ``[N, D]``, by the source data's ids.
         nodes: their ids.
         node_type: of the nodes.
-        classes: whether the numbers are scores of classes.
+        predicts: ``class`` if the numbers are scores of classes: ``prediction`` is the best one; ``number`` if there is
+            one number, the prediction; None: no such column.
         labels: the label that each class stands for, in the column ``label``; None: no such column.
     """
     fields = [*nodes.fields, ("values", pa.list_(pa.float32(), values.shape[1]))]
-    fields += [("prediction", pa.int64())] if classes else []
-    names = None if labels is None or not classes else pa.array(labels)
+    fields += [] if predicts is None else [("prediction", pa.int64() if predicts == "class" else pa.float32())]
+    names = None if labels is None or predicts != "class" else pa.array(labels)
     schema = pa.schema(fields if names is None else [*fields, ("label", names.type)])
     with pq.ParquetWriter(path, schema) as writer:
         for ids, block in blocks(values):
             columns = [*nodes.arrays(ids), pa.FixedSizeListArray.from_arrays(block.reshape(-1), values.shape[1])]
-            columns += [pa.array(block.argmax(axis=1))] if classes else []
+            if predicts is not None:
+                columns.append(pa.array(block.argmax(axis=1) if predicts == "class" else block[:, 0]))
             columns += [] if names is None else [names.take(columns[-1])]
             writer.write_table(pa.table(columns, schema=schema))
 

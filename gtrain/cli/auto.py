@@ -22,6 +22,7 @@ from gtrain.launch import launchers, slot
 from gtrain.launch.agent import preload
 from gtrain.launch.children import die_with_parent, fork_with_pipe
 from gtrain.plan import compose
+from gtrain.record.scores import lower_is_better
 
 LAUNCHERS = ("local", "ray")
 """Launchers whose command starts all ranks, and so decides for all of them."""
@@ -214,7 +215,7 @@ def _race(
         launch(settled.cfg, settled.choices, settled.overrides)
         scores[racer] = _score(folder)
     name = {racer: "no score" if score is None else f"{score:.4g}" for racer, score in scores.items()}
-    lower = _is_loss(folders[racers[0]])
+    lower = lower_is_better(str((_summary(folders[racers[0]]).get("best") or {}).get("name")))
     known = [racer for racer in racers if scores[racer] is not None]
     sign = 1 if lower else -1
     best = min(known, key=lambda racer: sign * (scores[racer] or 0.0)) if known else racers[0]
@@ -237,11 +238,6 @@ def _score(folder: Path) -> float | None:
     best = _summary(folder).get("best") or {}
     value = best.get("value")
     return None if value is None else float(value)
-
-
-def _is_loss(folder: Path) -> bool:
-    """Whether the monitored score of a run is better if it is lower."""
-    return str((_summary(folder).get("best") or {}).get("name")).endswith("loss")
 
 
 def _summary(folder: Path) -> dict[str, Any]:

@@ -803,6 +803,15 @@ class RelBenchConfig(TableConfig):
     label: str | None = setting(
         None, "column of the task's labels; null: the only one that is neither a key nor the time"
     )
+    label_kind: str | None = setting(
+        None,
+        "what the labels are",
+        words={
+            "class": "whole numbers, strings or truth values",
+            "number": "numbers to predict",
+            None: "`number` if one has a fraction, else `class`",
+        },
+    )
     columns: Any = setting(
         None,
         "by table, the kinds of its columns, as in [tables](tables.md#features), such as "

@@ -589,6 +589,12 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         """The value in ``y``, as :meth:`read` returns it, of nodes without a label; None: every node has one."""
         return self.unlabelled
 
+    @property
+    def number_labels(self) -> frozenset[str]:
+        """The node types (``node`` in a homogeneous graph) whose labels are numbers to predict: ``y`` of :meth:`read`
+        is float ``[N]`` then, with NaN for nodes without a label."""
+        return frozenset()
+
     def _create(self, path: Path) -> Store:
         """Create the store; ``path`` is :attr:`store_path` before the graph was read, whose lock this process holds."""
         if self.store_path != path and self.store_path.exists():
@@ -611,9 +617,10 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         trained = self.trained or {}
         num_classes = trained.get("num_classes") if self.num_classes is None else self.num_classes
         options = (self._no_label, num_classes, self.normalize_features, self.origin, self.trained is not None)
-        facts = prepare_graph(graph, Preparation(self.task, self.target, self.split, *options))
+        preparation = Preparation(self.task, self.target, self.split, *options, number_labels=self.number_labels)
+        facts = prepare_graph(graph, preparation)
         facts |= weight_facts(graph, self.origin) | self.extra_facts()
-        facts |= {name: trained[name] for name in CLASS_FACTS if name in trained and facts.get(name) is None}
+        facts |= {name: trained[name] for name in LABEL_FACTS if name in trained and facts.get(name) is None}
         if "negative_weight" in facts:
             self.check_negative(facts["negative_weight"])
         if facts.get("edge_weights") == [0, 0]:
@@ -667,8 +674,8 @@ def _source(name: str) -> Any:
     return getattr(module, f"{name.title()}Data")
 
 
-CLASS_FACTS = ("num_classes", "multilabel", "label_values", "target")
-TRAINING_FACTS = (*CLASS_FACTS, "num_features", "schema", "numbering")
+LABEL_FACTS = ("num_classes", "multilabel", "label_values", "label_scale", "target")
+TRAINING_FACTS = (*LABEL_FACTS, "num_features", "schema", "numbering")
 """The facts of training data that a model's predictions on other data depend on."""
 
 

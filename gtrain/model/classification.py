@@ -32,12 +32,16 @@ UNBALANCED = 1 / 3
 def default_score(module: pl.LightningModule, facts: dict[str, Any]) -> str:
     """Return the metric that selects the best checkpoint of a node task, unless ``model.score`` names one.
 
-    With two unbalanced classes it is the AUC, since always predicting the larger class has a high accuracy.
+    For numbers to predict it is the mean absolute error. With two unbalanced classes it is the AUC, since always
+    predicting the larger class has a high accuracy.
 
     Args:
         module: the model; the AUC is that of gtrain's classifiers.
-        facts: of the store; ``train_classes`` has the training labels of each class.
+        facts: of the store; ``train_classes`` has the training labels of each class, ``label_scale`` the scale of
+            numbers to predict.
     """
+    if facts.get("label_scale") is not None:
+        return "val/mae"
     counts = facts.get("train_classes") or [1, 1]
     unbalanced = isinstance(module, Classifier) and min(counts) < UNBALANCED * sum(counts)
     return "val/auc" if unbalanced else "val/acc"

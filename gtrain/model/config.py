@@ -47,12 +47,21 @@ class ModuleConfig(Settings):
         type="dict or null",
     )
     loss: Any = setting("softmax", "`ranking` (with `model.margin`), `logistic` or `softmax`", type="str")
+    regression_loss: str | None = setting(
+        "l1",
+        "loss of standardised labels that are numbers to predict",
+        words={
+            "l1": "absolute error",
+            "l2": "squared error",
+            "huber": "squared up to a standard deviation, then absolute",
+        },
+    )
     task: Any = setting("node", "predict `node` labels or `link`s; the default of `data.task`", type="str")
     joint_types: Any = setting(False, "predict edges of all types together", type="bool")
     score: Any = setting(
         None,
-        "metric that selects the best checkpoint; null: `val/acc`, or `val/auc` if the smaller of two classes has less "
-        "than a third of the training labels",
+        "metric that selects the best checkpoint; null: `val/acc`, `val/auc` if the smaller of two classes has less "
+        "than a third of the training labels, or `val/mae` if labels are numbers to predict",
         type="str or null",
     )
     learn_features: Any = setting(False, "learn a feature row for each node without features", type="bool")

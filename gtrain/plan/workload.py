@@ -104,7 +104,7 @@ class Workload:
         num_features: columns of the features; 0 without features.
         entries: entries of a row of the features that are not 0, of sparse features; None: dense.
         unit_entries: whether all of these entries are 1.
-        num_classes: classes; 0 in a link task.
+        num_classes: classes, or 1 for a number to predict; 0 in a link task.
         num_relations: relations of a knowledge graph; 0 without.
         num_held_out: validation or test edges, whichever are more, of a link task; 0 if they are unknown.
         task: ``node`` or ``link``.
@@ -197,7 +197,7 @@ def describe(
         num_features=width,
         entries=_entries(store, facts),
         unit_entries=_unit_entries(store),
-        num_classes=facts.get("num_classes") or 0,
+        num_classes=facts.get("num_classes") or int(facts.get("label_scale") is not None),
         num_relations=facts.get("num_relations") or 0,
         num_held_out=max(map(data.num_seeds, ("val", "test"))) if store is not None and data.task == "link" else 0,
         task=data.task,

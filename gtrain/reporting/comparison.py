@@ -9,6 +9,7 @@ from typing import Any
 import altair as alt
 
 from gtrain.record.run import Row, RunRecord
+from gtrain.record.scores import better
 from gtrain.reporting.figures import PARTS, score_names, steady_epochs, training_axis, training_clock
 from gtrain.reporting.page import write_page
 from gtrain.reporting.run_page import Section, find_failure
@@ -83,11 +84,9 @@ def comparison_rows(runs: list[RunRecord], names: list[str]) -> list[Row]:
 
 
 def _best(rows: list[Row], name: str) -> float | None:
-    """Return the best value of a score; the lowest of a mean rank."""
+    """Return the best value of a score; None with fewer than two."""
     values = [row["metrics"][name] for row in rows if row["metrics"].get(name) is not None]
-    if len(values) < 2:
-        return None
-    return float(min(values) if name.endswith("mean_rank") else max(values))
+    return None if len(values) < 2 else float(better(name, values))
 
 
 def _curves(runs: list[RunRecord], names: list[str]) -> list[Figure]:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from gtrain.errors import GtrainError
 from gtrain.record.run import ProcessRecord, RunRecord, find_runs
+from gtrain.record.scores import better
 
 SECONDS = 1.0
 """Time between two readings of the files."""
@@ -117,8 +118,8 @@ def _curves(run: RunRecord, width: int) -> list[RenderableType]:
     for name in names[:8]:
         values = [row[name] for row in run.history if row.get(name) is not None]
         if values:
-            best = min(values) if "loss" in name or name.endswith("mean_rank") else max(values)
-            table.add_row(name, Text(sparkline(values, columns), "cyan"), f"{values[-1]:.4f}", f"best {best:.4f}")
+            best = f"best {better(name, values):.4f}"
+            table.add_row(name, Text(sparkline(values, columns), "cyan"), f"{values[-1]:.4f}", best)
     return [table] if table.row_count else []
 
 

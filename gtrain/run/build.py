@@ -21,12 +21,13 @@ from gtrain import messages
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.graph.store import Store
 from gtrain.graph.store.entities import entity_bags
-from gtrain.model.classification import NodeClassifier
+from gtrain.model.classification import Classifier, NodeClassifier
 from gtrain.model.config import ModuleConfig, NetworkConfig
 from gtrain.model.decoders import make_decoder
 from gtrain.model.encoder import NodeEncoder, NodeIds
 from gtrain.model.link_predictor import LinkPredictor
 from gtrain.model.networks import norm_settings
+from gtrain.model.regression import NodeRegressor
 from gtrain.nn import Csr
 from gtrain.settings import defaults
 
@@ -80,12 +81,13 @@ def optional(node: dict[str, Any] | None, key: str) -> Callable[..., Any] | None
 def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
     """Build the LightningModule: the named one, or a wrapper around the named network.
 
-    A network is wrapped in a :class:`NodeClassifier`, or in a :class:`LinkPredictor` if ``model.task`` is ``link``.
-    A link predictor's network has ``model.out_channels`` outputs, by default ``model.hidden_channels``.
+    A network is wrapped in a :class:`NodeClassifier`, in a :class:`NodeRegressor` if labels are numbers to predict, or
+    in a :class:`LinkPredictor` if ``model.task`` is ``link``. A link predictor's network has ``model.out_channels``
+    outputs, by default ``model.hidden_channels``.
 
     Args:
         settings: the ``model`` group.
-        store: the graph; its facts give the numbers of features and classes.
+        store: the graph; its facts give the numbers of features and classes, or the scale of numbers to predict.
 
     Raises:
         ConfigError: the target cannot be imported, is not a module, or does not accept the settings.
@@ -93,9 +95,11 @@ def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
     facts, target = store.facts, find_target(settings.get("_target_"), "model")
     if inspect.isclass(target) and issubclass(target, pl.LightningModule):
         return _lightning_module(target, settings, store)
-    is_link = settings.get("task") == "link"
+    is_link, scale = settings.get("task") == "link", facts.get("label_scale")
     if is_link:
         settings = {**settings, "out_channels": settings.get("out_channels") or settings["hidden_channels"]}
+    elif scale is not None:
+        _check_regression(settings)
     elif facts.get("num_classes") is None:
         raise ConfigError(
             "the graph has no labels, and a node classifier needs them.",
@@ -109,6 +113,9 @@ def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
     if is_link:
         decoder = make_decoder(settings.get("decoder", "dot"), settings["out_channels"], facts.get("num_relations"))
         return LinkPredictor(network, decoder, encoder=encoder, **options)
+    if scale is not None:
+        loss = settings.get("regression_loss") or "l1"
+        return NodeRegressor(network, scale["mean"], scale["deviation"], encoder=encoder, loss=loss, **options)
     return NodeClassifier(
         network,
         facts["num_classes"],
@@ -117,6 +124,16 @@ def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
         class_weights=_class_weights(settings.get("class_weights"), store),
         **options,
     )
+
+
+def _check_regression(settings: dict[str, Any]) -> None:
+    """Refuse settings of classifiers for labels that are numbers to predict."""
+    for name in ("class_weights", "test_metrics"):
+        if settings.get(name) is not None:
+            raise ConfigError(
+                f"model.{name}={settings[name]} was set, and the labels are numbers to predict, not classes.",
+                hint=f"set model.{name}=null.",
+            )
 
 
 def make_network(target: Any, settings: dict[str, Any], store: Store, encoder: nn.Module | None) -> nn.Module:
@@ -179,8 +196,9 @@ def _sizes(store: Store) -> dict[str, Any]:
     facts = store.facts
     return {
         "in_channels": facts.get("num_features"),
-        "out_channels": facts.get("num_classes"),
+        "out_channels": facts.get("num_classes") if facts.get("label_scale") is None else 1,
         **{key: facts.get(key) for key in ("num_nodes", "num_features", "num_classes", "multilabel", "num_relations")},
+        "label_scale": facts.get("label_scale"),
         **{key: facts.get(key) for key in ("entity_types", "relation_ends")},
         "relation_names": _relation_names(store),
         "entity_bags": _entity_bags(store) if facts.get("features") else None,
@@ -253,6 +271,11 @@ def _lightning_module(target: type[pl.LightningModule], settings: dict[str, Any]
 
     It receives the shared settings and the graph's sizes that its signature names, and every other setting.
     """
+    if store.facts.get("label_scale") is not None and issubclass(target, Classifier):
+        raise ConfigError(
+            f"model._target_={settings['_target_']} predicts classes, and the labels are numbers to predict.",
+            hint="set model to a network, such as mlp, sage or hetero_sage; or label_kind to class.",
+        )
     names, sizes = inspect.signature(target).parameters, _sizes(store)
     shared = _SHARED | _MODULE | sizes.keys()
     arguments = {key: value for key, value in {**sizes, **settings}.items() if key in names or key not in shared}

@@ -23,6 +23,7 @@ from gtrain.callbacks.predictions import check_output
 from gtrain.config import APPLYING, PREPARING
 from gtrain.errors import ConfigError
 from gtrain.launch import launchers
+from gtrain.model.classification import Classifier
 from gtrain.object_store import is_address, refuse_address
 from gtrain.run import build, runs
 from gtrain.run.sketch import ModelSketch, has_plain_constructor, make_trainer
@@ -234,7 +235,7 @@ def _check_monitors(config: dict[str, Any], sketch: ModelSketch) -> None:
     collections = [module for module in sketch.model.modules() if isinstance(module, MetricCollection)]
     names = {str(name) for collection in collections for name in collection.keys(keep_base=False)}
     logged = {"train/loss", "val/loss", *(name for name in names if name.startswith("val/"))}
-    if sketch.traits.task == "link" or not sketch.sized:
+    if sketch.traits.task == "link" or (isinstance(sketch.model, Classifier) and not sketch.sized):
         # Logged for edges, and for classes if there turn out to be two.
         logged.add("val/auc")
     for name, node in config["callbacks"].items():

@@ -100,7 +100,8 @@ class ModelSketch:
         settings = dict(self._config["model"])
         if self._store is None:
             # These lists have a number per class or relation, and an outline has few of them.
-            settings |= {key: None for key in ("class_weights", "relation_weight") if key in settings}
+            lists = ["relation_weight", *(["class_weights"] if facts.get("label_scale") is None else [])]
+            settings |= {key: None for key in lists if key in settings}
         if not self.certain:
             facts = {**OUTLINE, "num_relations": 2, "num_classes": None if self._data.task == "link" else 2}
         store: Any = _OutlineStore(_smaller(facts), self._store)

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
 from gtrain import backends, targets
+from gtrain.callbacks.checkpoint import RunCheckpoint
 from gtrain.callbacks.predictions import PredictionWriter, check_output, format_of
 from gtrain.callbacks.progress import ProgressLine
 from gtrain.callbacks.recorder import RunRecorder
@@ -269,7 +270,11 @@ class Task:
                 # Without validation the last epoch counts as the best.
                 callback.monitor = None
             elif callback.monitor == "auto":
-                callback.monitor = default_score(model, data.facts)
+                score = default_score(model, data.facts)
+                if isinstance(callback, RunCheckpoint):
+                    callback.select_by(score)
+                else:
+                    callback.monitor = score
         if not settings["enable_checkpointing"]:
             callbacks = [callback for callback in callbacks if callback not in savers]
         settings["enable_checkpointing"] = bool(savers) and settings["enable_checkpointing"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,6 +139,12 @@ class Preparation:
     origin: str
     applied: bool = False
     """Whether a trained model is applied: the graph needs no labels, and all labelled nodes are the test split."""
+    number_labels: frozenset[str] = frozenset()
+    """The node types (``node`` in a homogeneous graph) whose labels are numbers to predict, NaN for none."""
+
+    def no_label(self, node_type: str) -> float | None:
+        """Return the value of ``y`` that means no label; None: every node of the type has one."""
+        return math.nan if node_type in self.number_labels else self.unlabelled
 
 
 def prepare_graph(graph: Graph, options: Preparation) -> dict[str, Any]:
@@ -147,7 +154,9 @@ def prepare_graph(graph: Graph, options: Preparation) -> dict[str, Any]:
 
     Returns:
         The facts that a model needs; see :func:`~gtrain.data.prepare.validate.validate_graph`. In addition ``split``,
-        the options and sizes of the split (None without labels), and ``target_edge``, the edge type to predict.
+        the options and sizes of the split (None without labels), ``target_edge``, the edge type to predict,
+        ``train_classes``, the training labels of each of two classes, and ``label_scale``, the mean and the standard
+        deviation of training labels that are numbers to predict.
 
     Raises:
         ConfigError: an option does not suit the data.
@@ -188,11 +197,18 @@ def _prepare_nodes(graph: Data | HeteroData, options: Preparation) -> dict[str, 
     if options.task == "node":
         _choose_labels(graph, options.target)
     if options.applied:
-        _drop_empty_labels(graph, options.unlabelled)
-    facts = validate_graph(graph, unlabelled=options.unlabelled, num_classes=options.num_classes, origin=options.origin)
+        _drop_empty_labels(graph, options)
+    facts = validate_graph(
+        graph,
+        unlabelled=options.unlabelled,
+        num_classes=options.num_classes,
+        number_labels=options.number_labels,
+        origin=options.origin,
+    )
     labelled = _labelled(graph, facts) if options.task == "node" else None
+    target = facts.get("target") or NODE_TYPE
     if labelled is not None and not options.applied:
-        check_distinct(labelled.y, options.unlabelled, options.origin)
+        check_distinct(labelled.y, options.no_label(target), options.origin)
     for store in graph.node_stores:
         if store is not labelled:
             # Masks are only for the labelled nodes of a node task.
@@ -200,7 +216,9 @@ def _prepare_nodes(graph: Data | HeteroData, options: Preparation) -> dict[str, 
                 store.pop(name, None)
         if options.normalize_features and isinstance(store.get("x"), Tensor):
             store["x"] = _rows_to_one(store["x"])
-    facts["split"] = None if labelled is None else _split_labels(labelled, options)
+    facts["split"] = None if labelled is None else _split_labels(labelled, target, options)
+    if labelled is not None and target in options.number_labels and not options.applied:
+        facts["label_scale"] = _scale(labelled.y[labelled.train_mask])
     if labelled is not None and facts["num_classes"] == 2 and not facts["multilabel"]:
         facts["train_classes"] = labelled.y[labelled.train_mask].bincount(minlength=2).tolist()
     return facts
@@ -279,21 +297,22 @@ def _labelled(graph: Data | HeteroData, facts: dict[str, Any]) -> Any:
     return graph.stores[0] if isinstance(graph.y, Tensor) else None
 
 
-def _drop_empty_labels(graph: Data | HeteroData, unlabelled: int | None) -> None:
+def _drop_empty_labels(graph: Data | HeteroData, options: Preparation) -> None:
     """Remove ``y`` where no node has a label."""
-    for nodes in graph.node_stores:
+    items = graph.node_items() if isinstance(graph, HeteroData) else [(NODE_TYPE, graph.stores[0])]
+    for node_type, nodes in items:
         y = nodes.get("y")
-        if isinstance(y, Tensor) and not labelled_nodes(y, unlabelled).any():
+        if isinstance(y, Tensor) and not labelled_nodes(y, options.no_label(node_type)).any():
             nodes.pop("y")
 
 
-def _split_labels(nodes: Any, options: Preparation) -> dict[str, Any]:
+def _split_labels(nodes: Any, node_type: str, options: Preparation) -> dict[str, Any]:
     """Add the masks to the storage of the labelled nodes; return the options and sizes of the split."""
     split = options.split
     if nodes.y.dim() == 2 and nodes.y.size(1) == 1:
         nodes.y = nodes.y.flatten()
-    nodes.y = nodes.y.float() if nodes.y.dim() == 2 else nodes.y.long()
-    labelled = labelled_nodes(nodes.y, options.unlabelled)
+    nodes.y = nodes.y.float() if nodes.y.dim() == 2 or node_type in options.number_labels else nodes.y.long()
+    labelled = labelled_nodes(nodes.y, options.no_label(node_type))
     if options.applied:
         masks = {name: labelled if name == "test_mask" else torch.zeros_like(labelled) for name in MASKS}
     else:
@@ -301,6 +320,12 @@ def _split_labels(nodes: Any, options: Preparation) -> dict[str, Any]:
     for name, mask in masks.items():
         nodes[name] = mask
     return {**split.identity(), "sizes": {name[:-5]: int(mask.sum()) for name, mask in masks.items()}}
+
+
+def _scale(labels: Tensor) -> dict[str, float]:
+    """Return the mean and the standard deviation of numbers, 1 if all are equal, for a model to standardise them."""
+    values = labels.double()
+    return {"mean": float(values.mean()), "deviation": float(values.std(correction=0)) or 1.0}
 
 
 def _target_edge(graph: Data | HeteroData, target: str | None) -> tuple[str, str, str] | None:

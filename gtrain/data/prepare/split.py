@@ -151,6 +151,8 @@ def _per_class(data: Mapping[str, Any], nodes: Tensor, options: SplitOptions) ->
     labels = data["y"]
     if not isinstance(labels, Tensor) or labels.dim() != 1:
         raise ConfigError("data.split=per_class, and the nodes have several labels each", hint="set data.split=random")
+    if labels.is_floating_point():
+        raise ConfigError("data.split=per_class, and the labels are numbers to predict", hint="set data.split=random")
     generator = torch.Generator().manual_seed(options.seed)
     train, needed = options.train_per_class, options.train_per_class + options.val_per_class
     groups: list[list[Tensor]] = [[], [], []]

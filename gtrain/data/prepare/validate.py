@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -138,6 +140,7 @@ def validate_graph(
     *,
     unlabelled: int | None = None,
     num_classes: int | None = None,
+    number_labels: Collection[str] = (),
     origin: str = "the data",
 ) -> dict[str, Any]:
     """Check a graph, and return the facts that a model needs.
@@ -146,19 +149,21 @@ def validate_graph(
         data: the graph; ``x`` and ``y`` may be None. At most one node type of a heterogeneous graph may have ``y``.
         unlabelled: the value of ``y`` that means no label; None means that every node has a label.
         num_classes: the number of classes; None counts them.
+        number_labels: the node types, ``node`` in a homogeneous graph, whose ``y`` are numbers to predict, with NaN for
+            no label.
         origin: the file or data set, for messages.
 
     Returns:
         ``num_nodes``, ``num_features`` (None without features), ``sparse_features`` (whether ``x`` is a sparse
         tensor), ``num_relations`` (None without ``edge_type``), ``num_classes`` and ``multilabel`` (None without
-        labels). For a heterogeneous graph the first two are dictionaries by node type, ``sparse_features`` is a list of
-        node types, and ``target`` is the node type with labels.
+        labels, and with numbers to predict). For a heterogeneous graph the first two are dictionaries by node type,
+        ``sparse_features`` is a list of node types, and ``target`` is the node type with labels.
 
     Raises:
         DataError: the graph is invalid; the message names the tensor and the position.
     """
     if isinstance(data, HeteroData):
-        return _validate_hetero(data, unlabelled, num_classes, origin)
+        return _validate_hetero(data, unlabelled, num_classes, number_labels, origin)
     num_nodes = data.num_nodes
     if not num_nodes:
         raise DataError(
@@ -167,11 +172,16 @@ def validate_graph(
         )
     nodes = _check_nodes(data.stores[0], num_nodes, origin)
     relations = check_edges(data.stores[0], (num_nodes, num_nodes), origin)
-    labels = _check_labels(data.y, num_nodes, unlabelled, num_classes, origin)
+    if NODE_TYPE in number_labels:
+        labels = _check_numbers(data.y, num_nodes, origin)
+    else:
+        labels = _check_labels(data.y, num_nodes, unlabelled, num_classes, origin)
     return {"num_nodes": num_nodes, **nodes, "num_relations": relations, **labels}
 
 
-def _validate_hetero(data: HeteroData, unlabelled: int | None, num_classes: int | None, origin: str) -> dict[str, Any]:
+def _validate_hetero(
+    data: HeteroData, unlabelled: int | None, num_classes: int | None, number_labels: Collection[str], origin: str
+) -> dict[str, Any]:
     sizes = {node_type: _num_nodes(data, node_type, origin) for node_type in data.node_types}
     if not sizes:
         raise DataError(f"{origin}: the graph has no node types", hint="give the graph nodes of at least one type")
@@ -193,12 +203,15 @@ def _validate_hetero(data: HeteroData, unlabelled: int | None, num_classes: int 
     if len(targets) > 1:
         raise DataError(
             f"{origin}: nodes of {len(targets)} types have labels: {', '.join(targets)}",
-            hint="set data.target to the node type that is to be classified",
+            hint="set data.target to the node type whose labels are to be predicted",
         )
     labels: dict[str, Any] = {"num_classes": None, "multilabel": None}
     if targets:
-        where = f"{origin}, nodes {targets[0]!r}"
-        labels = _check_labels(data[targets[0]].y, sizes[targets[0]], unlabelled, num_classes, where)
+        y, size, where = data[targets[0]].y, sizes[targets[0]], f"{origin}, nodes {targets[0]!r}"
+        if targets[0] in number_labels:
+            labels = _check_numbers(y, size, where)
+        else:
+            labels = _check_labels(y, size, unlabelled, num_classes, where)
     return {
         "num_nodes": sizes,
         "num_features": {node_type: facts["num_features"] for node_type, facts in nodes.items()},
@@ -243,21 +256,48 @@ def _check_labels(
     return {"num_classes": _check_classes(y, unlabelled, num_classes, origin), "multilabel": False}
 
 
-def labelled_nodes(y: Tensor, unlabelled: int | None) -> Tensor:
-    """Return which nodes have a label, ``[N]`` bool; of several labels each, those whose row is not ``unlabelled``."""
+def _check_numbers(y: object, num_nodes: int, origin: str) -> dict[str, Any]:
+    """Check labels that are numbers to predict."""
+    facts = {"num_classes": None, "multilabel": None}
+    if not isinstance(y, Tensor):
+        return facts
+    check_rows("y", y, num_nodes, origin)
+    if y.dim() != 1 or not y.is_floating_point() or bool(y.isinf().any()):
+        problem = _described(y) if not y.is_floating_point() or y.dim() != 1 else f"{_described(y)} with infinity"
+        raise DataError(
+            f"{origin}: y is {problem}, and numbers to predict are expected",
+            hint=f"give y as torch.float32 of shape [{num_nodes}], with NaN for nodes without a label",
+        )
+    if bool(y.isnan().all()):
+        raise DataError(
+            f"{origin}: none of {num_nodes} nodes has a label",
+            hint="give some nodes a label, or correct the column that has them",
+        )
+    return facts
+
+
+def labelled_nodes(y: Tensor, unlabelled: float | None) -> Tensor:
+    """Return which nodes have a label, ``[N]`` bool; of several labels each, those whose row is not ``unlabelled``.
+
+    Args:
+        y: the labels.
+        unlabelled: the value that means no label, which may be NaN; None: every node has a label.
+    """
     if unlabelled is None:
         return torch.ones(y.size(0), dtype=torch.bool)
-    return y != unlabelled if y.dim() == 1 else (y != unlabelled).any(dim=1)
+    known = ~y.isnan() if math.isnan(unlabelled) else y != unlabelled
+    return known if y.dim() == 1 else known.any(dim=1)
 
 
-def check_distinct(y: Tensor, unlabelled: int | None, origin: str) -> None:
-    """Raise DataError if all labels are equal, since a classifier could learn nothing."""
+def check_distinct(y: Tensor, unlabelled: float | None, origin: str) -> None:
+    """Raise DataError if all labels are equal, since a model could learn nothing."""
     if y.dim() == 2 and y.size(1) > 1:
         return
     known = y.flatten()[labelled_nodes(y.flatten(), unlabelled)]
     if known.numel() and bool((known == known[0]).all()):
+        needs = "a model needs two numbers" if math.isnan(unlabelled or 0) else "a classifier needs two classes"
         raise DataError(
-            f"{origin}: all {known.numel()} labels are {int(known[0])}, and a classifier needs two classes at least",
+            f"{origin}: all {known.numel()} labels are {known[0].item():.10g}, and {needs} at least",
             hint="correct the labels, or the column or file that they are read from (data.labels)",
         )
 

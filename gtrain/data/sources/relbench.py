@@ -27,6 +27,7 @@ from gtrain.data.tables.description import (
     column_choices,
 )
 from gtrain.data.tables.graph import REVERSE, TableData, log
+from gtrain.data.tables.labels import has_fractions
 from gtrain.data.tables.reading import Table, is_list
 from gtrain.errors import ConfigError, DataError, unreadable
 from gtrain.graph.store.manifest import EdgeType
@@ -115,7 +116,7 @@ class RelBenchData(TableData[RelBenchConfig]):
         if self._recommendation is not None:
             return nodes
         place = self._place(TASK, self._task)
-        labels = LabelColumns(place, None, self._label, None)
+        labels = LabelColumns(place, None, self._label, None, self._label_kind(place))
         nodes[TASK] = NodeDescription(TASK, place, (), _NOTHING, labels, self._task.time)
         return nodes
 
@@ -292,6 +293,12 @@ class RelBenchData(TableData[RelBenchConfig]):
                 hint="set data.label to the column of labels.",
             )
         return others[0]
+
+    def _label_kind(self, place: Place) -> str:
+        """Return the kind of the labels: the one that was set, or ``number`` if a label has a fraction."""
+        if self.settings.label_kind is not None or self._label not in self._task.columns:  # check_files refuses it
+            return self.settings.label_kind or "class"
+        return "number" if has_fractions(self._open(place), self._label) else "class"
 
     def _place(self, name: str, table: _Table) -> Place:
         return Place(name, path=[str(path) for path in table.paths])

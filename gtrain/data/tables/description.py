@@ -26,10 +26,13 @@ KINDS = {
 }
 """The kinds of features, and what becomes of their values."""
 
+LABEL_KINDS = {"class": "whole numbers, strings or truth values, or lists of these", "number": "numbers to predict"}
+"""What labels may be."""
+
 _SOURCES = ("path", "duckdb", "polars", "frame")
 _READING = ("separator", "header", "missing")
 _FEATURES = ("features", "ignore", "columns")
-_LABELS = ("key", "label", "split")
+_LABELS = ("key", "label", "label_kind", "split")
 _NODES = (*_SOURCES, *_READING, *_FEATURES, *_LABELS, "time", "labels")
 _EDGES = (
     *(*_SOURCES, *_READING, *_FEATURES, "source", "target", "source_type", "target_type", "relation"),
@@ -97,12 +100,21 @@ class Features:
 
 @dataclass(frozen=True)
 class LabelColumns:
-    """The columns of labels, in the table of the nodes or in one of their own; ``key`` None: as in the node table."""
+    """The columns of labels, in the table of the nodes or in one of their own.
+
+    Attributes:
+        place: the table.
+        key: columns of the nodes' key; None: as in the node table.
+        label: column of labels; None: nodes have none.
+        split: column of splits; None: nodes have none.
+        kind: of the labels, one of :data:`LABEL_KINDS`.
+    """
 
     place: Place
     key: tuple[str, ...] | None
     label: str | None
     split: str | None
+    kind: str = "class"
 
 
 @dataclass(frozen=True)
@@ -188,23 +200,26 @@ def _node(key: str, node_type: str, value: Any) -> NodeDescription:
     place, columns = _place(key, entry), _names(key, "key", entry)
     apart = entry.get("labels")
     if apart is None:
-        labels = LabelColumns(place, columns, _name(key, "label", entry), _name(key, "split", entry))
+        labels = _labels(key, entry, place, columns)
     else:
-        for name in ("label", "split"):
+        for name in ("label", "label_kind", "split"):
             if entry.get(name) is not None:
                 raise ConfigError(
                     f"{key} has both {name}={entry[name]} and labels.",
-                    hint=f"name the column {name} in one of the two tables.",
+                    hint=f"set {name} in one of the two tables.",
                 )
         within = f"{key}.labels"
         other = _entry(within, apart, (*_SOURCES, *_READING, *_LABELS))
-        labels = LabelColumns(
-            _place(within, other),
-            _names(within, "key", other),
-            _name(within, "label", other),
-            _name(within, "split", other),
-        )
+        labels = _labels(within, other, _place(within, other), _names(within, "key", other))
     return NodeDescription(node_type, place, columns, _features(key, entry), labels, _name(key, "time", entry))
+
+
+def _labels(key: str, entry: Mapping[str, Any], place: Place, columns: tuple[str, ...] | None) -> LabelColumns:
+    kind = entry.get("label_kind") or "class"
+    if kind not in LABEL_KINDS:
+        kinds = "; ".join(f"{known}: {meaning}" for known, meaning in LABEL_KINDS.items())
+        raise ConfigError(f"{key}.label_kind={kind} was set.", hint=f"choose one of {kinds}.")
+    return LabelColumns(place, columns, _name(key, "label", entry), _name(key, "split", entry), kind)
 
 
 def _edge(key: str, relation: str, value: Any, node_types: Sequence[str]) -> EdgeDescription:

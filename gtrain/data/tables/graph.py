@@ -41,7 +41,7 @@ from gtrain.data.tables.description import (
     Place,
 )
 from gtrain.data.tables.keys import NodeKeys, edge_ends, has_key, node_key, one_row_per_item
-from gtrain.data.tables.labels import UNLABELLED, masks, read_labels, read_split, rows_of
+from gtrain.data.tables.labels import UNLABELLED, masks, read_labels, read_numbers, read_split, rows_of
 from gtrain.data.tables.outline import outline
 from gtrain.data.tables.reading import Table, in_one_piece, is_list, open_table, query_files
 from gtrain.errors import DataError
@@ -54,6 +54,7 @@ IN_MEMORY_EDGES = 10_000_000
 """The largest number of edges, counting both directions, of a graph of one type that is held in memory."""
 REVERSE = "rev_"
 """Begins the relation of reverse edges between two node types."""
+_LABEL_ROLES = {"class": "label", "number": "label: number"}
 
 
 @dataclass
@@ -162,12 +163,13 @@ class TableData(GraphDataModule[T]):
             own = labels.place.key == nodes.place.key
             roles: dict[str | None, str] = {name: "key" for name in node_key(table, nodes.key)}
             roles[nodes.time] = "time"
-            roles |= {labels.label: "label", labels.split: "split"} if own else {}
+            marked: dict[str | None, str] = {labels.label: _LABEL_ROLES[labels.kind], labels.split: "split"}
+            roles |= marked if own else {}
             facts += self._column_facts(table, nodes.features, roles)
             if not own:
                 apart = self._open(labels.place)
                 named: dict[str | None, str] = {name: "key" for name in _label_key(apart, labels, table, nodes)}
-                named |= {labels.label: "label", labels.split: "split"}
+                named |= marked
                 facts += [ColumnFact(apart.place.key, name, role, "") for name, role in named.items() if name]
         for edges in self.described_edges:
             table = self._open(edges.place)
@@ -213,6 +215,20 @@ class TableData(GraphDataModule[T]):
     def _no_label(self) -> int | None:
         return UNLABELLED
 
+    @property
+    def number_labels(self) -> frozenset[str]:
+        """The node types whose labels are numbers to predict."""
+        numeric = [name for name, nodes in self.described_nodes.items() if self._has_numbers(nodes)]
+        return frozenset(numeric if self._has_types else [NODE_TYPE] * bool(numeric))
+
+    def _has_numbers(self, nodes: NodeDescription) -> bool:
+        """Whether labels are numbers to predict: as the trained model has them, else as the user says."""
+        trained = self.trained or {}
+        is_known = trained.get("num_classes") is not None or trained.get("label_scale") is not None
+        if is_known and trained.get("target") in (None, nodes.type):
+            return trained.get("label_scale") is not None
+        return nodes.labels.kind == "number"
+
     # ----------------------------------------------------------------------------------------------------- nodes
 
     def _nodes(self, nodes: NodeDescription, keys: NodeKeys) -> dict[str, Tensor]:
@@ -235,14 +251,18 @@ class TableData(GraphDataModule[T]):
             named = _label_key(labels, chosen, table, nodes)
             rows = rows_of(labels, partial(keys.find, labels, named), named)
         if chosen.label is not None and chosen.label in labels.types:
-            result["y"] = self._labels(nodes.type, labels, chosen.label, rows, len(keys))
+            result["y"] = self._labels(nodes, labels, chosen.label, rows, len(keys))
         if chosen.split is not None and chosen.split in labels.types:
             result |= masks(read_split(labels, chosen.split), rows, len(keys))
         return result
 
-    def _labels(self, node_type: str, table: Table, name: str, rows: NDArray[np.int64], num_nodes: int) -> Tensor:
+    def _labels(
+        self, nodes: NodeDescription, table: Table, name: str, rows: NDArray[np.int64], num_nodes: int
+    ) -> Tensor:
+        if self._has_numbers(nodes):
+            return read_numbers(table, name, rows, num_nodes)
         trained = self.trained or {}
-        of_model = trained.get("label_values") if trained.get("target") in (None, node_type) else None
+        of_model = trained.get("label_values") if trained.get("target") in (None, nodes.type) else None
         read = read_labels(table, name, rows, num_nodes, of_model, trained.get("multilabel") if of_model else None)
         self._facts["label_values"] = read.classes
         return read.y

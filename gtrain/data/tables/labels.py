@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from gtrain.data.tables.columns import present
 from gtrain.data.tables.reading import Table, in_one_piece, is_text
 from gtrain.errors import DataError
 
+log = logging.getLogger("gtrain")
 Ints = NDArray[np.int64]
 Label = int | str
 
@@ -89,13 +91,59 @@ def read_labels(
         )
     if not lists:
         y = torch.full((num_nodes,), UNLABELLED)
-        _check_single(table, name, rows, numbers, values, num_nodes)
+        _check_single(table, name, rows, numbers >= 0, numbers, values, num_nodes)
         y[torch.from_numpy(rows[labelled])] = torch.from_numpy(numbers[labelled])
         return Labels(y, known, multilabel=False)
     several = torch.full((num_nodes, len(known)), float(UNLABELLED))
     several[torch.from_numpy(rows[pc.is_valid(column).to_numpy().astype(bool)])] = 0.0
     several[torch.from_numpy(rows[positions[labelled]]), torch.from_numpy(numbers[labelled])] = 1.0
     return Labels(several, known, multilabel=True)
+
+
+def read_numbers(table: Table, name: str, rows: Ints, num_nodes: int) -> Tensor:
+    """Read a column of numbers to predict, as numbers or as text.
+
+    Args:
+        table: the table.
+        name: the column.
+        rows: the node of each row of the table, ``[R]``.
+        num_nodes: N.
+
+    Returns:
+        The number of each node, float32 ``[N]``; NaN for a node without one: the field is missing or NaN.
+
+    Raises:
+        DataError: a value is not a number or not finite in 32 bits, or a node has two; names file, row and value.
+    """
+    column = in_one_piece(present(table.column(name), table))
+    types, dtype = pa.types, column.type
+    if not (is_text(dtype) or types.is_floating(dtype) or types.is_integer(dtype) or types.is_decimal(dtype)):
+        raise DataError(
+            f"{table.place.key}: the column {name!r} holds {dtype}, and numbers are expected",
+            hint="name a column of numbers, or set label_kind to class",
+        )
+    values = pc.fill_null(_parsed(column, name, table), np.nan).to_numpy(zero_copy_only=False)
+    labelled = ~np.isnan(values)
+    if (row := first_true(labelled & ~(np.abs(values) <= np.finfo(np.float32).max))) is not None:
+        raise DataError(
+            f"{table.row(row)}: the label is {values[row]}",
+            hint="give each node a number that is finite in 32 bits, or leave the field empty",
+        )
+    _check_single(table, name, rows, labelled, values, column, num_nodes)
+    y = torch.full((num_nodes,), np.nan)
+    y[torch.from_numpy(rows[labelled])] = torch.from_numpy(values[labelled]).float()
+    return y
+
+
+def has_fractions(table: Table, name: str) -> bool:
+    """Return whether a column of floating-point numbers has one that is not whole; reads up to the first of them."""
+    if not pa.types.is_floating(table.types[name]):
+        return False
+    for _, batch in table.batches([name]):
+        values = pc.drop_null(batch[name]).to_numpy()
+        if (np.isfinite(values) & (values != np.round(values))).any():
+            return True
+    return False
 
 
 def read_split(table: Table, name: str) -> NDArray[Any]:
@@ -143,7 +191,8 @@ def _values(column: Any, name: str, table: Table) -> Any:
             values = column.to_numpy(zero_copy_only=False)
             row = first_true(~np.isnan(values) & (values != np.round(values))) or 0
             raise DataError(
-                f"{table.row(row)}: the label is {values[row]}", hint="labels are classes: whole numbers or strings"
+                f"{table.row(row)}: the label is {values[row]}",
+                hint="classes are whole numbers or strings; set label_kind to number if it is to be predicted",
             )
         return column.cast(pa.int64())
     if types.is_integer(dtype):
@@ -152,6 +201,7 @@ def _values(column: Any, name: str, table: Table) -> Any:
         try:
             return column.cast(pa.int64())
         except pa.ArrowInvalid:
+            _warn_of_numbers(column, name, table)
             return column.cast(pa.string())
     raise DataError(
         f"{table.place.key}: the column {name!r} holds {dtype}, and labels are expected",
@@ -159,20 +209,66 @@ def _values(column: Any, name: str, table: Table) -> Any:
     )
 
 
+def _warn_of_numbers(column: Any, name: str, table: Table) -> None:
+    """Log that texts that are all numbers, such as ``2.5``, are taken as classes."""
+    distinct = pc.unique(column).drop_null()
+    try:
+        distinct.cast(pa.float64())
+    except pa.ArrowInvalid:
+        return
+    log.warning(
+        "%s: the labels %r are %d different texts of numbers, taken as classes; label_kind: number predicts the number",
+        *(table.place.key, name, len(distinct)),
+    )
+
+
+def _parsed(column: Any, name: str, table: Table) -> Any:
+    """Return numbers, of text too, as float64."""
+    try:
+        return column.cast(pa.float64(), safe=False)
+    except pa.ArrowInvalid:
+        texts = column.to_pylist()
+    row = next(row for row, text in enumerate(texts) if text is not None and not _is_number(text))
+    raise DataError(
+        f"{table.row(row)}: the column {name!r} has {texts[row]!r}, which is not a number",
+        hint="correct the label, or set label_kind to class",
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        pa.scalar(text).cast(pa.float64())
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
 def _ordered(values: Any) -> list[Label]:
     return sorted(pc.unique(values).drop_null().to_pylist())
 
 
-def _check_single(table: Table, name: str, rows: Ints, numbers: Ints, values: Any, num_nodes: int) -> None:
-    """Refuse two different labels for a node."""
-    first = np.full(num_nodes, -1)
-    labelled = np.flatnonzero(numbers >= 0)
-    first[rows[labelled[::-1]]] = labelled[::-1]
-    other = labelled[numbers[labelled] != numbers[first[rows[labelled]]]]
+def _check_single(
+    table: Table, name: str, rows: Ints, labelled: NDArray[np.bool_], codes: NDArray[Any], values: Any, num_nodes: int
+) -> None:
+    """Refuse two different labels for a node.
+
+    Args:
+        table: the table.
+        name: the column of labels.
+        rows: the node of each row, ``[R]``.
+        labelled: which rows have a label, ``[R]``.
+        codes: what is compared, ``[R]``.
+        values: the labels, for messages, ``[R]``.
+        num_nodes: number of nodes.
+    """
+    first, chosen = np.full(num_nodes, -1), np.flatnonzero(labelled)
+    first[rows[chosen[::-1]]] = chosen[::-1]
+    other = chosen[codes[chosen] != codes[first[rows[chosen]]]]
     if other.size:
         row, earlier = int(other[0]), int(first[rows[other[0]]])
+        several = "" if codes.dtype.kind == "f" else ", or a list of labels"
         raise DataError(
             f"{table.row(row)}: the label {values[row].as_py()!r}; the same node has the label "
             f"{values[earlier].as_py()!r} in {table.row(earlier)}",
-            hint=f"give each node one value of {name!r}, or a list of labels",
+            hint=f"give each node one value of {name!r}{several}",
         )

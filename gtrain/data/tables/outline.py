@@ -42,20 +42,21 @@ def outline(
     widths: dict[str, int | None] = dict.fromkeys(
         [*nodes, *(end for described in edges for end in (described.type[0], described.type[2]))]
     )
-    labelled = {}
+    labelled: dict[str, dict[str, Any]] = {}
     for name, described in nodes.items():
         has_features = featured or _has_features(described, open_table)
         if has_features is None:
             return None
         widths[name] = OUTLINE["num_features"] if has_features else None
         if described.labels.label is not None:
-            labelled[name] = is_list(open_table(described.labels.place).types[described.labels.label])
+            numeric = described.labels.kind == "number"
+            listed = not numeric and is_list(open_table(described.labels.place).types[described.labels.label])
+            labelled[name] = _label_facts(numeric, listed)
     if len(labelled) > 1:
         return None
     facts = {
         **OUTLINE,
-        "num_classes": OUTLINE["num_classes"] if labelled else None,
-        "multilabel": any(labelled.values()),
+        **next(iter(labelled.values()), {"num_classes": None}),
         "num_relations": 2 if any(described.relation is not None for described in edges) else None,
     }
     if edge_types is None:
@@ -68,6 +69,13 @@ def outline(
         "target": next(iter(labelled), None),
         "edge_types": tuple(edge_types),
     }
+
+
+def _label_facts(numeric: bool, listed: bool) -> dict[str, Any]:
+    """Return the facts of labels: numbers to predict, lists of classes, or classes."""
+    if numeric:
+        return {"num_classes": None, "label_scale": {"mean": 0.0, "deviation": 1.0}}
+    return {"num_classes": OUTLINE["num_classes"], "multilabel": listed}
 
 
 def _has_features(described: NodeDescription, open_table: Open) -> bool | None:

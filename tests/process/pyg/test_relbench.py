@@ -8,7 +8,7 @@ import forked
 import numpy as np
 import pytest
 from helpers import ok, summary
-from relational import purchases, recommendations
+from relational import amounts, purchases, recommendations
 
 SETTINGS = ("data=relbench", "data.name=large", "model=hetero_sage", "strategy=pyg", "data.batch_size=100")
 SETTINGS += ("data.num_neighbors=[12,12]", "trainer.max_epochs=12", "model.optimizer.lr=0.01")
@@ -72,3 +72,14 @@ def test_future_rows_do_not(tmp_path: Path) -> None:
 def test_future_rows_would_if_times_were_ignored(tmp_path: Path) -> None:
     scores = links(tmp_path, "future", "trainer.num_nodes=1", "data.temporal_strategy=null")
     assert scores["test/auc"] > 0.9 and scores["test/mrr"] > 0.25
+
+
+@pytest.mark.slow
+def test_numbers_are_predicted(tmp_path: Path) -> None:
+    """An amount is the last purchase's: a model of the mean alone has an R2 of 0 and an MAE of 2.4."""
+    arguments = ["data.name=amount", f"data.path={amounts(tmp_path / 'db')}", "trainer.num_nodes=2"]
+    arguments += ["data.temporal_strategy=last", "data.num_neighbors=[1,1]", "trainer.max_epochs=20"]
+    ok(forked.gtrain(*SETTINGS, *arguments, f"hydra.run.dir={tmp_path}/run", cwd=tmp_path))
+    found = summary(tmp_path / "run")
+    assert found["best"]["name"] == "val/mae" and found["best"]["value"] == min(e["val/mae"] for e in found["history"])
+    assert found["metrics"]["test/r2"] > 0.8 and found["metrics"]["test/mae"] < 1

@@ -204,3 +204,14 @@ def test_the_record_of_a_run_is_replaced_as_a_whole(tmp_path: Path) -> None:
         record.seek(0)
         assert record.read() == first != (run / runs.RUN).read_text()
     assert [path.name for path in run.iterdir()] == [runs.RUN]
+
+
+def test_the_lowest_value_of_an_error_is_the_best(tmp_path: Path) -> None:
+    for monitor, mode in (("val/mae", "min"), ("val/loss", "min"), ("val/auc", "max"), ("val/r2", "max")):
+        callback = RunCheckpoint(tmp_path)
+        callback.select_by(monitor)
+        assert callback.mode == RunCheckpoint(tmp_path, monitor=monitor).mode == mode
+        assert math.isinf(callback.kth_value) and (callback.kth_value > 0) == (mode == "min")
+        callback = RunCheckpoint(tmp_path, monitor=monitor, mode="max")
+        callback.select_by(monitor)
+        assert callback.mode == "max"

@@ -102,3 +102,20 @@ def test_features_of_no_column_and_labels_of_one_class() -> None:
     for y, unlabelled in ((torch.tensor([2, 2, 2]), None), (torch.tensor([-1, 0, 0]), -1)):
         with pytest.raises(DataError, match=r"all \d labels are \d, and a classifier needs two classes"):
             check_distinct(y, unlabelled, "the data")
+
+
+def test_numbers_to_predict() -> None:
+    data = good()
+    data.y = torch.tensor([1.5, float("nan"), -3.0, 2.0])[: data.num_nodes]
+    facts = validate_graph(data, number_labels=["node"])
+    assert facts["num_classes"] is None and labelled_nodes(data.y, float("nan")).tolist()[:2] == [True, False]
+    with pytest.raises(DataError, match=r"all 2 labels are 2.5, and a model needs two numbers"):
+        check_distinct(torch.tensor([2.5, float("nan"), 2.5]), float("nan"), "the data")
+    for y, said in (
+        (torch.full((4,), float("nan")), "none of 4 nodes has a label"),
+        (torch.tensor([1, float("inf"), 2, 3]), "with infinity"),
+        (torch.tensor([1, 2, 3, 4]), "numbers to predict are expected"),
+    ):
+        data.y = y[: data.num_nodes]
+        with pytest.raises(DataError, match=said):
+            validate_graph(data, number_labels=["node"])

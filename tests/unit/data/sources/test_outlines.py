@@ -20,7 +20,7 @@ import test_parquet as parquet
 import test_pyg_partition as pyg
 import torch
 from hydra.utils import get_class
-from relational import purchases, recommendations
+from relational import amounts, purchases, recommendations
 
 from gtrain.data.config import SCHEMAS
 from gtrain.data.module import GraphDataModule
@@ -55,7 +55,7 @@ def form(facts: dict[str, Any]) -> dict[str, Any]:
         else widths is not None,
         "labels": facts["num_classes"] is not None,
         "relations": facts.get("num_relations") is not None,
-        **{key: bool(facts.get(key)) for key in ("multilabel",)},
+        **{key: bool(facts.get(key)) for key in ("multilabel", "label_scale")},
         **{key: facts.get(key) for key in ("sparse_features", "target", "entity_types", "relation_ends")},
     }
 
@@ -147,6 +147,14 @@ def typed_tables(folder: Path) -> TablesData:
     return TablesData(nodes=nodes, edges={"buys": {"path": "buys.csv", **ends}}, root=str(folder))
 
 
+def ages(folder: Path) -> TablesData:
+    """Nodes whose labels are numbers to predict."""
+    pq.write_table(pa.table({"id": ["a", "b", "c"], "age": [1, 2, None], "size": [1, 2, 3]}), folder / "n.parquet")
+    (folder / "e.csv").write_text("source,target\na,b\nb,c\n")
+    nodes = {"path": "n.parquet", "label": "age", "label_kind": "number"}
+    return TablesData(nodes=nodes, edges="e.csv", root=str(folder))
+
+
 def events(folder: Path) -> TemporalData:
     (folder / "events.txt").write_text("0 1 5\n1 2 6\n")
     return TemporalData(path="events.txt", root=str(folder))
@@ -168,10 +176,12 @@ SOURCES: dict[str, Make] = {
     "temporal": events,
     "tables": table,
     "tables, types": typed_tables,
+    "tables, numbers": ages,
     "relbench": lambda folder: RelBenchData(path=str(purchases(folder, "past", users=4)), name="large"),
     "relbench, links": lambda folder: RelBenchData(
         path=str(recommendations(folder, "past", users=10)), name="next", task="link"
     ),
+    "relbench, numbers": lambda folder: RelBenchData(path=str(amounts(folder, users=4)), name="amount"),
     "dgl": lambda _: DGLPartitionData(path=f"{dgl.ASSETS}/homogeneous/small.json"),
     "dgl, types": lambda _: DGLPartitionData(path=f"{dgl.ASSETS}/heterogeneous/small.json"),
 }
@@ -185,7 +195,9 @@ def check(module: GraphDataModule, layout: str = "auto") -> None:
     assert not isinstance(graph, EdgeArrays)
     if not module.sparse_rows:
         lay_out(graph, layout)
-    facts = validate_graph(graph, unlabelled=module.unlabelled) | module.extra_facts()
+    numbers = module.number_labels
+    facts = validate_graph(graph, unlabelled=module.unlabelled, number_labels=numbers) | module.extra_facts()
+    facts["label_scale"] = {"mean": 0.0, "deviation": 1.0} if facts.get("target", "node") in numbers else None
     facts["target"] = facts.get("target") if module.task == "node" else None
     assert form(outline) == form(facts)
     if "edge_types" in outline:

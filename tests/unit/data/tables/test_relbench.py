@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from relational import DAY, purchases, recommendations, write
+from relational import DAY, amounts, purchases, recommendations, write
 from torch_geometric.data import HeteroData
 
 from gtrain.data.sources.relbench import ALWAYS, RelBenchData
@@ -40,6 +40,28 @@ def test_a_foreign_key_may_be_null(tmp_path: Path) -> None:
     write(tmp_path / "db/notes.parquet", {"note": [1, 2], "user": [None, 3.0]}, "note", None, {"user": "users"})
     graph = data(tmp_path).read()
     assert graph["notes", "user", "users"].edge_index.tolist() == [[1], [3]]
+
+
+def test_labels_with_fractions_are_numbers_to_predict(tmp_path: Path) -> None:
+    source = data(amounts(tmp_path, users=50), name="amount")
+    assert source.outline is not None and source.outline["num_classes"] is None and source.outline["label_scale"]
+    source.prepare_data()
+    store = source.open_store()
+    y = torch.cat([store.node("y", part, node_type="task") for part in range(store.num_parts)])
+    trained = y[store.node("train_mask", 0, node_type="task")].double()
+    assert y.dtype == torch.float32 and len(trained) == 50 and store.facts["num_classes"] is None
+    scale = {"mean": float(trained.mean()), "deviation": float(trained.std(correction=0))}
+    assert store.facts["label_scale"] == pytest.approx(scale) and abs(scale["mean"] - 100) < 1.5
+    assert store.facts["split"]["sizes"] == {"train": 50, "val": 50, "test": 50}
+
+
+def test_whole_numbers_are_classes_unless_the_user_says_otherwise(tmp_path: Path) -> None:
+    folder = purchases(tmp_path, "past", users=4)
+    assert data(folder).number_labels == frozenset()
+    counted = data(folder, label_kind="number")
+    assert counted.number_labels == {"task"} and counted.read()["task"].y.is_floating_point()
+    with pytest.raises(GtrainError, match=r"(?s)train.parquet, row 0 .*: the label is (9|10)\d\.\d+.*label_kind"):
+        data(amounts(tmp_path, users=4), name="amount", label_kind="class").read()
 
 
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:
