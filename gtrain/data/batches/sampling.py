@@ -135,7 +135,9 @@ class Sampling:
     def _times(self, store: Store) -> tuple[str | None, str | None]:
         """Return the name of the node tensor, or else of the edge tensor, with the times; None for the other."""
         on_nodes = any("time" in store.node_tensors(kind) for kind in store.node_types)
-        on_edges = any("edge_time" in store.edge_tensors(kind) for kind in store.edge_types)
+        # Edges that are held out, all of a type, are nobody's neighbours.
+        kinds = (kind for kind in store.edge_types if store.num_edges_of(kind))
+        on_edges = any("edge_time" in store.edge_tensors(kind) for kind in kinds)
         name = self.time_attr or ("time" if on_nodes or not on_edges else "edge_time")
         if not (on_nodes if name == "time" else on_edges):
             have = "edges" if on_edges else "nodes" if on_nodes else ""

@@ -132,6 +132,14 @@ def test_the_store_holds_answers_out(tmp_path: Path) -> None:
     assert batch[ANSWERS].edge_index.numel() == 0 and not [name for name in batch[ANSWERS] if name.startswith("train")]
 
 
+def test_times_of_answers_are_not_those_of_neighbours(tmp_path: Path) -> None:
+    path = recommendations(tmp_path, "past", users=20)
+    module = data(path, name="next", task="link", time_attr="edge_time", num_neighbors=[2, 2])
+    module.prepare_data()
+    with pytest.raises(GtrainError, match="its nodes alone have times"):
+        module.train_dataloader().sampling_options()
+
+
 def test_wrong_answers_are_named(tmp_path: Path) -> None:
     with pytest.raises(GtrainError, match="test.parquet, row 1 .*: the 'item' 6 is not in the node table items"):
         shop(tmp_path, item=[[7], [8, 6]]).read()
