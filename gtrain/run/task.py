@@ -64,7 +64,7 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> float | None:
     divide_cores(ranks_on_this_machine())
     find_cache()
     config = plain(cfg)
-    if config["trainer"]["accelerator"] == "cpu":
+    if config["trainer"]["accelerator"] == "cpu" and not config["cluster"].get("gpus_per_rank"):
         # Lightning asks for the states of CUDA's generators, which would take memory of the GPU in each rank.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config["verb"] not in PREPARING:

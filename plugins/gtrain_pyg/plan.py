@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, expm1
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gtrain.engine.fused_layers import costs_less_first
 from gtrain.graph.owners import owner_of
@@ -72,14 +74,14 @@ class PygPlanner(Planner):
             raise NotEstimated("no formula covers graphs with several types")
         if not work.layers:
             raise NotEstimated("no formula covers models without message passing")
-        if work.task != "node":
-            raise NotEstimated("no formula covers mini-batches of edges")
         seeds = min(data["batch_size"] or work.num_seeds, work.num_seeds)
         steps, fan_out = ceil(work.num_seeds / seeds), _fan_out(run)
         batch = _sample(run, seeds / run.ranks, fan_out)
         estimate = Estimate(hidden=_HIDDEN)
         if work.store is None:
             estimate.assumptions.append(f"batches are {batch.origin}")
+        if data["temporal_strategy"] is not None:
+            estimate.assumptions.append("seeds see all neighbours, also later ones")
         self._add_memory(estimate, run, batch)
         hops = len(batch.edges)
         for number, layer in enumerate(work.layers, start=1):
@@ -92,6 +94,9 @@ class PygPlanner(Planner):
             rows = sources if first and layer.name not in ("SAGEConv", "GraphConv") else rows
             layers.add_layer_time(estimate, run, number, layer, rows, edges, edges, steps)
         layers.add_step_time(estimate, run, steps)
+        if work.task == "link":
+            layers.add_scored_edges(estimate, run, seeds / run.ranks, work.num_nodes / run.ranks, steps)
+            estimate.assumptions.append("the batches in which validation encodes all nodes take no more memory")
         estimate.add(
             BANDWIDTH, "sampling", "edges * steps / (cores * sampling)",
             edges=sum(batch.edges), steps=steps, cores=run.cores, sampling=run.machine.sampling,
@@ -199,14 +204,18 @@ def _drawn(store: Store, run: PlannedRun, seeds: float, fan_out: Sequence[int]) 
     """Draw batches of rank 0 from a store; seeds are those of its part, as with ``strategy.seeds=local``."""
     indptr, indices = whole_indptr(store), whole_edges(store, "indices")
     sampler = NeighborSampler(Columns(indptr=indptr.numpy(), indices=indices.numpy()), fan_out)
-    masks = [store.node("train_mask", part) for part in range(store.num_parts)]
     own = run.ranks == store.num_parts and run.settings["seeds"] == "local"
-    train = (masks[0] if own else torch.cat([mask.clone() for mask in masks])).nonzero().flatten()
     generator, count = torch.Generator().manual_seed(0), max(round(seeds), 1)
+    if run.workload.task == "link":
+        targets, numbers = int(store.offsets[1]) if own else store.num_nodes, (count, layers.negatives_of(run))
+        draw = partial(_ends_of_edges, indptr[: targets + 1], indices, *numbers, store.num_nodes, generator)
+    else:
+        masks = [store.node("train_mask", part) for part in range(store.num_parts)]
+        train = (masks[0] if own else torch.cat([mask.clone() for mask in masks])).nonzero().flatten()
+        draw = partial(_choose, train, count, generator)
     offsets, totals = store.offsets.numpy(), []
     for number in range(_DRAWN):
-        chosen = train[torch.randperm(len(train), generator=generator)[:count]]
-        sample = sampler.sample(chosen.numpy(), batch=number)
+        sample = sampler.sample(draw().numpy(), batch=number)
         nodes, edges = sample.num_sampled_nodes, sample.num_sampled_edges
         remote = owner_of(sample.node, offsets) != 0
         inner = remote[: sum(nodes[:-1])]
@@ -219,9 +228,35 @@ def _drawn(store: Store, run: PlannedRun, seeds: float, fan_out: Sequence[int]) 
     return Sampled(nodes_by_hop, edges_by_hop, remote_nodes, expanded, reached_edges, f"{_DRAWN} drawn batches")
 
 
+def _choose(items: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    return items[torch.randperm(len(items), generator=generator)[:count]]
+
+
+def _ends_of_edges(
+    indptr: Tensor, indices: Tensor, count: int, negatives: int, num_nodes: int, generator: torch.Generator
+) -> Tensor:
+    """Return the distinct ends of some edges and of their negative edges, whose targets are any nodes.
+
+    Args:
+        indptr: of the targets whose edges are drawn, int64 ``[T + 1]``.
+        indices: sources of all edges.
+        count: edges.
+        negatives: targets for each edge.
+        num_nodes: nodes of the graph.
+        generator: draws.
+    """
+    edges = _choose(torch.arange(int(indptr[-1])), count, generator)
+    target = torch.searchsorted(indptr, edges, right=True) - 1
+    other = torch.randint(num_nodes, (len(edges) * negatives,), generator=generator)
+    return torch.cat([indices[edges].to(torch.int64), target, other]).unique()
+
+
 def _expected(run: PlannedRun, seeds: float, fan_out: Sequence[int]) -> Sampled:
     """Return the batch in which each edge leads to a node at random, a cut edge to a remote one."""
     work = run.workload
+    if work.task == "link":
+        ends = seeds * (2 + layers.negatives_of(run))
+        seeds = -work.num_nodes * expm1(-ends / work.num_nodes)
     degree, frontier = work.num_edges / work.num_nodes, seeds
     nodes, edges, expanded, remote_edges, local = [seeds], [], 0.0, 0.0, 1.0
     cut = work.parts(run.ranks).cut / max(work.num_edges, 1)

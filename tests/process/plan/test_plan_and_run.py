@@ -40,3 +40,14 @@ def test_sar_sends_the_planned_bytes(model: tuple[str, ...], tmp_path: Path) -> 
     most = max(rank["bytes_sent"] for rank in ranks) / 3
     assert row["sent_bytes_per_epoch"] == pytest.approx(most, rel=0.02)
     assert row["memory_bytes"] == pytest.approx(max(rank["peak_anonymous_bytes"] for rank in ranks), rel=0.2)
+
+
+@pytest.mark.slow
+def test_pyg_sends_the_planned_bytes_of_edges(tmp_path: Path) -> None:
+    """Without validation, which the plan does not count."""
+    edges = ("model=link_sage", "data.batch_size=1000", "data.num_neighbors=[10,5]")
+    short = ("trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
+    row = planned(tmp_path, *DATA, *edges, *RUN)["rows"]["pyg"]
+    ok(forked.gtrain("strategy=pyg", *DATA, *edges, *RUN, *short, "hydra.run.dir=run", cwd=tmp_path))
+    most = max(rank["bytes_sent"] for rank in summary(tmp_path / "run")["ranks"]) / 3
+    assert row["sent_bytes_per_epoch"] == pytest.approx(most, rel=0.02)
