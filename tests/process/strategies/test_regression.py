@@ -63,7 +63,8 @@ def agree(expected: dict[str, Any], found: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize(("model", "loss"), [("sage", "l1"), pytest.param("gcn", "huber", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "loss"), [("sage", "l1"), ("gcn", "huber")])
 def test_whole_graphs(sweep: Sweep, houses: list[str], model: str, loss: str) -> None:
     arguments = [*houses, f"model={model}", f"model.regression_loss={loss}", "trainer.precision=64-true"]
     (single,) = sweep("strategy=single", "strategy.layers=plain", *arguments, name="single")
