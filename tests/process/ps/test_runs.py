@@ -136,8 +136,8 @@ def test_a_run_goes_on_from_its_checkpoint_and_exports_its_tables(tmp_path: Path
     refused = gtrain(PS, *ROWS, *again, "strategy.servers=3", cwd=tmp_path)
     assert refused.returncode != 0 and "the checkpoint's table wide has the placement" in refused.stderr
     refused = gtrain(PS, *ROWS, *again, "trainer.num_nodes=3", cwd=tmp_path)
-    said = "gtrain: the checkpoint has no state of worker 2 of 3.\nHINT: set trainer.num_nodes"
-    assert refused.returncode != 0 and said in refused.stderr
+    said = r"gtrain: the checkpoint has no state of worker [012] of 3\.\nHINT: set trainer\.num_nodes"
+    assert refused.returncode != 0 and re.search(said, refused.stderr), refused.stderr
     other = ("ckpt_path=second/checkpoints/best.ckpt", "strategy.servers=3", "trainer.num_nodes=1")
     ok(gtrain("test", PS, *ROWS, *other, "hydra.run.dir=third", cwd=tmp_path))
     assert summary(tmp_path / "third")["metrics"]["test/loss"] == pytest.approx(metrics[1], rel=1e-12)
