@@ -36,7 +36,7 @@ def metrics(run: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["sar", "ps", *(pytest.param(name, marks=pytest.mark.slow) for name in ("single", "pyg", "pbg"))]
+    "strategy", ["sar", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ps", "single", "pyg", "pbg"))]
 )
 def test_a_job_restarts_from_its_last_checkpoint(strategy: str, tmp_path: Path) -> None:
     job = JOBS[strategy]

@@ -53,6 +53,7 @@ def write_graph(folder: Path, partitions: int, each: int) -> list[str]:
     return ["data=kg", f"data.path={kg}", "model=kg"]
 
 
+@pytest.mark.slow
 def test_four_partitions_train_what_one_does(tmp_path: Path) -> None:
     """In a fixed order of buckets, without drawn negatives, and with no batch across a border of buckets."""
     graph = write_graph(tmp_path, 4, 100)

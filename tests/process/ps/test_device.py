@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked import gtrain
-from helpers import REPO, ok, summary
+from helpers import REPO, ok, some_slow, summary
 
 ON_DEVICE = "+callbacks.device._target_=devices.pretended.OnDevice"
 ADAGRAD = "model.sparse_optimizer={_target_:gtrain.nn.Adagrad,lr:0.1}"
@@ -24,7 +24,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case",), some_slow(((case,) for case in CASES), 3))
 def test_a_step_on_a_device_is_that_of_the_cpu(case: str, tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     edges = generator.integers(0, 90, (500, 2))

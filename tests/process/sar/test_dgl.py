@@ -69,6 +69,7 @@ def test_the_commands_train_what_one_process_trains(tmp_path: Path) -> None:
     assert [worst(tmp_path / "single" / job, tmp_path / "sar" / job) < 1e-10 for job in "012"] == [True] * 3
 
 
+@pytest.mark.slow
 def test_relations_over_ids(tmp_path: Path) -> None:
     """Edges with types and nodes without features, in a file."""
     lines = [f"{(7 * i) % 60}\t{(11 * i + i // 60) % 60}\tr{i % 4}" for i in range(400)]

@@ -40,9 +40,8 @@ def worst(expected: dict[str, Any], found: dict[str, Any], name: str = "train/lo
     return max(abs(a[name] - b[name]) / abs(a[name]) for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    "model", ["gcn", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "gcn")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 def test_every_mode_and_number_of_ranks_on_a_planted_graph(sweep: Runner, model: str) -> None:
     arguments = [*SMALL, *MODELS[model], *EXACT]
     (single,) = sweep("strategy=single", "strategy.layers=plain", *arguments, name="single")

@@ -56,7 +56,8 @@ def test_full_batch(sweep: Runner, model: str) -> None:
         assert 0 < worst(exact, run) < NEAR_FLOAT32["bf16-true"]
 
 
-@pytest.mark.parametrize("model", ["sage", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gcn", "gat"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["sage", "gcn", "gat"])
 def test_mini_batches(sweep: Runner, model: str) -> None:
     arguments = "strategy=pyg", "data.batch_size=64", "data.num_neighbors=[5,5]", "trainer.num_nodes=2", *MODELS[model]
     exact, mixed, low = sweep(*arguments, "trainer.precision=32-true,bf16-mixed,bf16-true", name="precisions")

@@ -508,7 +508,7 @@ def fit(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("network", ["sage", "gcn"])
+@pytest.mark.parametrize("network", [pytest.param("sage", marks=pytest.mark.slow), "gcn"])
 def test_a_run_has_the_losses_of_a_cpu(network: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To the last digit: with all rows cached, with some, with none; with threads and on demand."""
     expected, _ = fit(monkeypatch, tmp_path, network, False)
