@@ -205,14 +205,15 @@ def _drawn(store: Store, run: PlannedRun, seeds: float, fan_out: Sequence[int]) 
     indptr, indices = whole_indptr(store), whole_edges(store, "indices")
     sampler = NeighborSampler(Columns(indptr=indptr.numpy(), indices=indices.numpy()), fan_out)
     own = run.ranks == store.num_parts and run.settings["seeds"] == "local"
-    generator, count = torch.Generator().manual_seed(0), max(round(seeds), 1)
+    count = max(round(seeds), 1)
     if run.workload.task == "link":
         targets, numbers = int(store.offsets[1]) if own else store.num_nodes, (count, layers.negatives_of(run))
-        draw = partial(_ends_of_edges, indptr[: targets + 1], indices, *numbers, store.num_nodes, generator)
+        rng = np.random.default_rng(0)
+        draw = partial(_ends_of_edges, indptr[: targets + 1], indices, *numbers, store.num_nodes, rng)
     else:
         masks = [store.node("train_mask", part) for part in range(store.num_parts)]
         train = (masks[0] if own else torch.cat([mask.clone() for mask in masks])).nonzero().flatten()
-        draw = partial(_choose, train, count, generator)
+        draw = partial(_choose, train, count, torch.Generator().manual_seed(0))
     offsets, totals = store.offsets.numpy(), []
     for number in range(_DRAWN):
         sample = sampler.sample(draw().numpy(), batch=number)
@@ -233,7 +234,7 @@ def _choose(items: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _ends_of_edges(
-    indptr: Tensor, indices: Tensor, count: int, negatives: int, num_nodes: int, generator: torch.Generator
+    indptr: Tensor, indices: Tensor, count: int, negatives: int, num_nodes: int, rng: np.random.Generator
 ) -> Tensor:
     """Return the distinct ends of some edges and of their negative edges, whose targets are any nodes.
 
@@ -243,11 +244,12 @@ def _ends_of_edges(
         count: edges.
         negatives: targets for each edge.
         num_nodes: nodes of the graph.
-        generator: draws.
+        rng: draws; without replacement it takes memory for what it draws alone.
     """
-    edges = _choose(torch.arange(int(indptr[-1])), count, generator)
+    num_edges = int(indptr[-1])
+    edges = torch.from_numpy(rng.choice(num_edges, min(count, num_edges), replace=False, shuffle=False))
     target = torch.searchsorted(indptr, edges, right=True) - 1
-    other = torch.randint(num_nodes, (len(edges) * negatives,), generator=generator)
+    other = torch.from_numpy(rng.integers(num_nodes, size=len(edges) * negatives))
     return torch.cat([indices[edges].to(torch.int64), target, other]).unique()
 
 
