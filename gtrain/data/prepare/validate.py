@@ -172,10 +172,7 @@ def validate_graph(
         )
     nodes = _check_nodes(data.stores[0], num_nodes, origin)
     relations = check_edges(data.stores[0], (num_nodes, num_nodes), origin)
-    if NODE_TYPE in number_labels:
-        labels = _check_numbers(data.y, num_nodes, origin)
-    else:
-        labels = _check_labels(data.y, num_nodes, unlabelled, num_classes, origin)
+    labels = _check_targets(data.y, num_nodes, NODE_TYPE in number_labels, unlabelled, num_classes, origin)
     return {"num_nodes": num_nodes, **nodes, "num_relations": relations, **labels}
 
 
@@ -208,10 +205,7 @@ def _validate_hetero(
     labels: dict[str, Any] = {"num_classes": None, "multilabel": None}
     if targets:
         y, size, where = data[targets[0]].y, sizes[targets[0]], f"{origin}, nodes {targets[0]!r}"
-        if targets[0] in number_labels:
-            labels = _check_numbers(y, size, where)
-        else:
-            labels = _check_labels(y, size, unlabelled, num_classes, where)
+        labels = _check_targets(y, size, targets[0] in number_labels, unlabelled, num_classes, where)
     return {
         "num_nodes": sizes,
         "num_features": {node_type: facts["num_features"] for node_type, facts in nodes.items()},
@@ -254,6 +248,15 @@ def _check_labels(
     if y.dim() == 2 and y.size(1) > 1:
         return _check_multilabel(y, unlabelled, num_classes, origin)
     return {"num_classes": _check_classes(y, unlabelled, num_classes, origin), "multilabel": False}
+
+
+def _check_targets(
+    y: object, num_nodes: int, are_numbers: bool, unlabelled: int | None, num_classes: int | None, origin: str
+) -> dict[str, Any]:
+    """Check labels, which are numbers to predict or classes; return their facts."""
+    if are_numbers:
+        return _check_numbers(y, num_nodes, origin)
+    return _check_labels(y, num_nodes, unlabelled, num_classes, origin)
 
 
 def _check_numbers(y: object, num_nodes: int, origin: str) -> dict[str, Any]:
