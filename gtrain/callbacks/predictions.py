@@ -281,12 +281,12 @@ def format_of(output: str | None) -> str:
     """Return the format that the ending of a file name says; ``npy`` without an ending.
 
     Raises:
-        ConfigError: the ending is no format.
+        ConfigError: the ending is not a format.
     """
     suffix = Path(output or "").suffix.removeprefix(".")
     if suffix and suffix not in FORMATS:
         raise ConfigError(
-            f"output={output} was set; .{suffix} is no format.",
+            f"output={output} was set; .{suffix} is not a format.",
             hint=f"the formats are {', '.join(FORMATS)}; format= chooses one under any name.",
         )
     return suffix or FORMATS[0]

@@ -68,7 +68,7 @@ def test_ids_of_the_largest_component_are_those_of_the_data_set(tmp_path: Path) 
 def test_what_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="npy, parquet"):
         check_output(tmp_path / "x", "csv")
-    with pytest.raises(ConfigError, match=r"output=x.csv was set; .csv is no format(.|\n)*npy, parquet"):
+    with pytest.raises(ConfigError, match=r"output=x.csv was set; .csv is not a format(.|\n)*npy, parquet"):
         format_of("x.csv")
     assert [format_of(output) for output in (None, "x", "out/x.parquet", "x.tsv")] == ["npy", "npy", "parquet", "tsv"]
     check_output(tmp_path / "x", "pbg_hdf5")
