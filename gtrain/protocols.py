@@ -155,6 +155,14 @@ class EmbedsTypes(Protocol):
     def dimensions(self) -> Mapping[str, int]: ...
 
 
+@runtime_checkable
+class HasBiases(Protocol):
+    """A model that adds a number of each end to the score of an edge. By default ``gtrain export`` writes none."""
+
+    def biases(self, batch: Any) -> Tensor | None:
+        """Return the biases of ``batch.seeds``, ``[S]``; None: the model has none with its settings."""
+
+
 # ----------------------------------------------------------------------------------------------- networks and layers
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -21,13 +20,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch_geometric.data import Data, HeteroData
 
+from gtrain.callbacks import biggraph
+from gtrain.callbacks.relations import ScoringModel, files_beside, write_beside
 from gtrain.data.batches.loader import target_type
 from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
 from gtrain.graph.store.entities import entity_types
 from gtrain.graph.store.manifest import safe_name
 from gtrain.graph.store.names import JOINT, Names
-from gtrain.protocols import Embeds, EmbedsTypes, network_of
+from gtrain.protocols import Embeds, EmbedsTypes, HasBiases, HasRecipe, network_of
 from gtrain.strategy.base import GraphStrategy
 
 _COPIED_BYTES = 16 << 20
@@ -91,7 +92,8 @@ Writer = Callable[[Path, Rows, NodeIds, str], None]
 class PredictionWriter(pl.Callback):
     """Collects the rows of all ranks and writes them into one file, in the order of the source data's ids.
 
-    For a graph with entity types it writes a folder with a file per type.
+    For a graph with entity types it writes a folder with a file per type. Beside the embeddings of a model that scores
+    edges by relations it writes what scores them, see :mod:`gtrain.callbacks.relations`.
 
     Each rank appends the rows of every batch to an unnamed temporary file, so it holds the rows of one batch in memory.
     At the end it copies them into a memory-mapped file that all ranks share. A rank of a machine that does not see this
@@ -103,11 +105,15 @@ class PredictionWriter(pl.Callback):
             ``parquet``: columns ``id`` (the name, if the data has names; the columns of the key of ``data=tables``),
             ``values`` (a list of D numbers) and ``prediction`` in a node task: the best class (and its ``label``, if
             the data has labels with other values), or the predicted number; ``tsv``: see :func:`write_tsv`;
-            ``pbg_hdf5``: see :func:`write_hdf5`.
+            ``pbg_hdf5``: see :mod:`gtrain.callbacks.biggraph`.
         store: the graph.
         strategy: its group has the ranks that write.
         embeddings: write embeddings instead of the output of ``predict_step``: the output of the module's
             ``embed(batch)``, or else the input of its network's last layer.
+
+    Attributes:
+        written: the files, once they are complete; of rank 0.
+        notes: sentences about what the format cannot hold; of rank 0.
 
     Raises:
         ConfigError: ``predict_step`` does not return one row per seed.
@@ -115,6 +121,8 @@ class PredictionWriter(pl.Callback):
 
     def __init__(self, path: Path, fmt: str, store: Store, strategy: GraphStrategy, embeddings: bool) -> None:
         self.path, self._format, self._store, self._embeddings = path, fmt, store, embeddings
+        self.written: list[Path] = []
+        self.notes: list[str] = []
         # The strategy, not its process group, which does not exist yet.
         self._strategy = strategy
         self._rows: BinaryIO | None = None  # float32, batch after batch
@@ -123,6 +131,7 @@ class PredictionWriter(pl.Callback):
         self._captured: list[Tensor] = []  # inputs of the last layer
         self._hook: RemovableHandle | None = None
         self._dimensions: Mapping[str, int] = {}  # columns of each entity type, if they differ
+        self._model: ScoringModel | None = None
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._embeddings and not isinstance(pl_module, Embeds):
@@ -142,6 +151,9 @@ class PredictionWriter(pl.Callback):
             embedded = pl_module.embed(batch) if isinstance(pl_module, Embeds) else None
             outputs = inputs_of_target(self._captured, batch)[batch.seeds] if embedded is None else embedded
             self._captured.clear()
+            biases = pl_module.biases(batch) if isinstance(pl_module, HasBiases) else None
+            if biases is not None:  # the last column, until the end
+                outputs = torch.cat([outputs, biases.unsqueeze(1)], dim=1)
         if not isinstance(outputs, Tensor) or len(outputs) != len(batch.seeds):
             returned = f"{len(outputs)} rows" if isinstance(outputs, Tensor) else type(outputs).__name__
             raise ConfigError(
@@ -156,6 +168,8 @@ class PredictionWriter(pl.Callback):
             self._hook.remove()
         if isinstance(pl_module, EmbedsTypes):
             self._dimensions = pl_module.dimensions
+        if self._embeddings and isinstance(pl_module, HasRecipe):
+            self._model = ScoringModel.of(pl_module.recipe(), self._store)
         ids = torch.cat(self._ids)
         width = int(self._strategy.group.all_reduce(torch.tensor([self._width]), "max"))
         shape = (self._store.num_nodes_of(target_type(self._store)), width)
@@ -234,16 +248,22 @@ class PredictionWriter(pl.Callback):
 
     def _finish(self) -> None:
         """Convert the collected rows to the format, and rename the result to :attr:`path`."""
-        facts = self._store.facts
+        facts, model = self._store.facts, self._model
         values = np.load(self._scratch / _VALUES, mmap_mode="r")
+        values, biases = (values[:, :-1], values[:, -1]) if model is not None and model.bias else (values, None)
         node_type = target_type(self._store)
         done = self.path.with_name(self.path.name + ".done")
-        if facts.get("entity_types"):
+        if self._format == "pbg_hdf5":
+            self._write_biggraph(done, values, biases)
+        elif facts.get("entity_types"):
             self._write_types(done, values)
+        elif self._format == "npy" and biases is None:
+            os.replace(self._scratch / _VALUES, done)
         elif self._format == "npy":
-            os.replace(self._scratch / _VALUES, self.path)
-            shutil.rmtree(self._scratch)
-            return
+            copy = np.lib.format.open_memmap(done, "w+", np.float32, values.shape)
+            for ids, rows in blocks(values):
+                copy[ids] = rows
+            copy.flush()
         elif self._format == "parquet" and not self._embeddings:
             is_class = values.shape[1] == facts.get("num_classes") and not facts.get("multilabel")
             is_number = values.shape[1] == 1 and facts.get("label_scale") is not None
@@ -251,19 +271,43 @@ class PredictionWriter(pl.Callback):
             write_parquet(done, values, NodeIds.of(self._store, node_type), node_type, predicts=kind, labels=labels)
         else:
             WRITERS[self._format](done, values, NodeIds.of(self._store, node_type), node_type)
+        if model is not None and self._format != "pbg_hdf5":
+            self.written += write_beside(self.path, self._format, model, biases)
         os.replace(done, self.path)
+        self.written.insert(0, self.path)
         shutil.rmtree(self._scratch)
 
-    def _write_types(self, folder: Path, values: Any) -> None:
-        """Write a folder with a file per entity type, or PyTorch-BigGraph's files per type."""
+    def _write_types(self, folder: Path, values: Rows) -> None:
+        """Write a folder with a file per entity type."""
         folder.mkdir()
         for entity in entity_types(self._store):
             rows = values[entity.first : entity.first + entity.count, : self._dimensions.get(entity.name)]
-            path = folder if self._format == "pbg_hdf5" else folder / f"{safe_name(entity.name)}.{self._format}"
+            path = folder / f"{safe_name(entity.name)}.{self._format}"
             if self._format == "npy":
                 np.save(path, rows)
             else:
                 WRITERS[self._format](path, rows, NodeIds.of(self._store, entity.name), entity.name)
+
+    def _write_biggraph(self, folder: Path, values: Rows, biases: Rows | None) -> None:
+        """Write a folder with PyTorch-BigGraph's files, and its model file if that can hold the model."""
+        folder.mkdir()
+        model = self._model
+        reason = "the model scores no edges by relations" if model is None else biggraph.why_not(model)
+        columns = None
+        if model is not None and reason is None:
+            columns = biggraph.columns_of(model, model.groups[0].dimension)
+            biggraph.write_model(folder, self.path, model)
+        elif model is not None:
+            self.notes.append(
+                f"the folder has no relation parameters: {reason}.\nHINT: format=npy writes them beside the embeddings."
+            )
+        for entity in entity_types(self._store):
+            ids = slice(entity.first, entity.first + entity.count)
+            rows, nodes = values[ids, : self._dimensions.get(entity.name)], NodeIds.of(self._store, entity.name)
+            names = [name for numbers, _ in blocks(rows[:, :1]) for name in nodes.texts(numbers)]
+            biggraph.write_entities(
+                folder, entity.name, rows, names, columns, None if biases is None or columns is None else biases[ids]
+            )
 
 
 def _copy_rows(ids: NDArray[np.int64], rows: Rows, file: Path) -> None:
@@ -292,8 +336,13 @@ def format_of(output: str | None) -> str:
     return suffix or FORMATS[0]
 
 
-def check_output(path: Path, fmt: str) -> None:
+def check_output(path: Path, fmt: str, *, beside: bool = False) -> None:
     """Check format and path before anything is computed.
+
+    Args:
+        path: the file to write.
+        fmt: its format.
+        beside: whether files beside it may be written too, see :func:`~gtrain.callbacks.relations.files_beside`.
 
     Raises:
         ConfigError: the format is unknown, or the path exists or has the suffix of another format.
@@ -305,8 +354,11 @@ def check_output(path: Path, fmt: str) -> None:
             f"output={path} was set; format={fmt} would write a file of another format under that name.",
             hint=f"set format={suffix}, or an output that ends in .{fmt}.",
         )
-    if path.exists():
-        raise ConfigError(f"output={path} exists already.", hint="delete it first, or set output to another path.")
+    if fmt == "pbg_hdf5":
+        biggraph.check_installed()
+    for file in (path, *(files_beside(path, fmt).values() if beside else ())):
+        if file.exists():
+            raise ConfigError(f"output={file} exists already.", hint="delete it first, or set output to another path.")
 
 
 def last_layer(module: pl.LightningModule) -> nn.Module:
@@ -408,29 +460,5 @@ def write_tsv(path: Path, values: Rows, nodes: NodeIds, node_type: str) -> None:
                 handle.write(f"{name}\t{numbers}\n")
 
 
-def write_hdf5(path: Path, values: Rows, nodes: NodeIds, node_type: str) -> None:
-    """Write a folder in the format of PyTorch-BigGraph's checkpoints and entity paths.
-
-    The files are ``embeddings_<type>_0.v1.h5``, ``entity_names_<type>_0.json`` and ``entity_count_<type>_0.txt``.
-    Arguments as for :func:`write_parquet`.
-
-    Raises:
-        ConfigError: h5py is not installed.
-    """
-    try:
-        import h5py
-    except ImportError as error:
-        raise ConfigError("format=pbg_hdf5 needs h5py.", hint="pip install 'gtrain[hdf5]'") from error
-    path.mkdir(exist_ok=True)
-    with h5py.File(path / f"embeddings_{node_type}_0.v1.h5", "w") as file:
-        file.attrs["format_version"] = 1
-        target = file.create_dataset("embeddings", values.shape, dtype="f4")
-        for first in range(0, len(values), ROWS):
-            target[first : first + ROWS] = values[first : first + ROWS]
-    (path / f"entity_count_{node_type}_0.txt").write_text(f"{len(values)}\n")
-    all_names = [name for ids, _ in blocks(values[:, :1]) for name in nodes.texts(ids)]
-    (path / f"entity_names_{node_type}_0.json").write_text(json.dumps(all_names))
-
-
-WRITERS: dict[str, Writer] = {"parquet": write_parquet, "tsv": write_tsv, "pbg_hdf5": write_hdf5}
-FORMATS = ("npy", *WRITERS)
+WRITERS: dict[str, Writer] = {"parquet": write_parquet, "tsv": write_tsv}
+FORMATS = ("npy", *WRITERS, "pbg_hdf5")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -142,7 +143,7 @@ class Task:
 
     def run(self) -> float | None:
         if self.config["verb"] in ("predict", "export"):
-            check_output(self.output, self.format)
+            check_output(self.output, self.format, beside=self.embeds)
         pl.seed_everything(self.config["seed"], verbose=False)
         strategy = self.make_strategy()
         with contextlib.closing(strategy.local_copies):
@@ -241,6 +242,11 @@ class Task:
         return chosen or format_of(self.config["output"])
 
     @property
+    def embeds(self) -> bool:
+        """Whether :attr:`output` has embeddings, not predictions."""
+        return self.config["verb"] == "export" or bool(self.config["embeddings"])
+
+    @property
     def _runs(self) -> Path:
         return Path(self.config["paths"]["runs"]).absolute()
 
@@ -295,14 +301,16 @@ class Task:
         self, trainer: pl.Trainer, model: pl.LightningModule, data: GraphDataModule, checkpoint: Path | str | None
     ) -> None:
         """Write the scores or the embedding of every node."""
-        config, strategy = self.config, trainer.strategy
+        strategy = trainer.strategy
         assert isinstance(strategy, GraphStrategy)
-        embeddings = config["verb"] == "export" or config["embeddings"]
-        writer = PredictionWriter(self.output, self.format, data.open_store(), strategy, embeddings)
+        writer = PredictionWriter(self.output, self.format, data.open_store(), strategy, self.embeds)
         trainer.callbacks.append(writer)  # type: ignore[attr-defined]
         trainer.predict(model, datamodule=data, ckpt_path=checkpoint, return_predictions=False)
         if strategy.is_global_zero:
-            print(f"written: {self.output}")
+            for path in writer.written:
+                print(f"written: {path}")
+            for note in writer.notes:
+                print(f"gtrain: {note}", file=sys.stderr)
 
     def _test(
         self,

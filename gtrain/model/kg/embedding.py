@@ -256,6 +256,10 @@ class KGEmbedding(EdgeModel):
         """Return the embeddings of the seeds, which are nodes, [S, D]; NaN in columns that a type does not have."""
         return self.entities.of_nodes(batch.orig_id[batch.seeds])
 
+    def biases(self, batch: Data) -> Tensor | None:
+        """Return the biases of the seeds, [S]; None without ``bias``."""
+        return self.entities.biases_of(batch.orig_id[batch.seeds])
+
     @property
     def dimensions(self) -> dict[str, int]:
         """Columns of an embedding by type."""

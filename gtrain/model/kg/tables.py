@@ -46,7 +46,7 @@ class EntityTables(nn.Module):
         shared: bool,
     ) -> None:
         super().__init__()
-        self._entities, self._max_norm = entities, max_norm
+        self._entities, self._max_norm, self._bias = entities, max_norm, bias
         self.bags = [None if featurized is None else featurized[0] for featurized in bags]
         self.tables = nn.ModuleList(
             Embedding(
@@ -84,12 +84,26 @@ class EntityTables(nn.Module):
     def of_nodes(self, ids: Tensor) -> Tensor:
         """Return embeddings ``[n, D]`` of nodes of all types, without biases; NaN in columns that a type lacks."""
         rows = self[0].weight.new_full((len(ids), max(spec.dimension for spec in self._entities)), torch.nan)
+        for spec, members, found in self._found(ids):
+            rows[members, : spec.dimension] = found[:, : spec.dimension]
+        return rows
+
+    def biases_of(self, ids: Tensor) -> Tensor | None:
+        """Return the biases ``[n]`` of nodes of all types; None without ``bias``."""
+        if not self._bias:
+            return None
+        biases = self[0].weight.new_empty(len(ids))
+        for spec, members, found in self._found(ids):
+            biases[members] = found[:, spec.dimension]
+        return biases
+
+    def _found(self, ids: Tensor) -> Iterator[tuple[EntitySpec, Tensor, Tensor]]:
+        """Yield each type that nodes are of, the positions of its nodes, and their rows."""
         for number, spec in enumerate(self._entities):
             # The ids of a type are a range.
             members = ((ids >= spec.first) & (ids < spec.first + spec.count)).nonzero().flatten()
             if len(members):
-                rows[members, : spec.dimension] = self.rows[number](ids[members] - spec.first)[:, : spec.dimension]
-        return rows
+                yield spec, members, self.rows[number](ids[members] - spec.first)
 
     def blocks(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the ids and embeddings of all nodes of a type, in the blocks of the table's storage."""

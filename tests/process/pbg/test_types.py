@@ -128,7 +128,8 @@ def test_pytorch_biggraphs_folders_with_types(tmp_path: Path) -> None:
               "strategy.num_partitions=2", *QUIET]  # fmt: skip
     ok(gtrain(*common, "trainer.max_epochs=2", f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path))
     arguments = [f"ckpt_path={tmp_path / 'run' / 'checkpoints' / 'last.ckpt'}", "format=pbg_hdf5"]
-    ok(gtrain("export", *common, *arguments, f"output={tmp_path / 'out'}", cwd=tmp_path))
+    exported = ok(gtrain("export", *common, *arguments, f"output={tmp_path / 'out'}", cwd=tmp_path))
+    assert "the folder has no relation parameters: PyTorch-BigGraph's dynamic relations" in exported.stderr
     written = sorted(file.name for file in (tmp_path / "out").iterdir())
     assert written[:2] == ["embeddings_item_0.v1.h5", "embeddings_user_0.v1.h5"] and len(written) == 6
     assert json.loads((tmp_path / "out" / "entity_names_user_0.json").read_text())[9:11] == ["user0:9", "user1:0"]
