@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,20 @@ def test_constants_are_kept_for_this_machine(tmp_path: Path, monkeypatch: pytest
     assert machine.calibration() == {} and machine.this_machine().name.endswith("not calibrated")
     assert machine.keep({"flops": 7e10, "unknown": 1}) == tmp_path / "gtrain" / "machine.json"
     assert machine.this_machine().flops == 7e10
+
+
+def test_imports_take_more_with_a_torch_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = tmp_path / "torch" / "lib" / "libtorch_cuda.so"
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    monkeypatch.setattr(machine, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)]))
+    assert machine.this_machine().imports == 4e8
+    library.parent.mkdir()
+    library.touch()
+    assert machine.this_machine().imports == 6e8
+    assert machine.keep({"imports": 5e8}) is not None
+    assert machine.this_machine().imports == 5e8
 
 
 def test_each_preset_has_its_published_sizes() -> None:
