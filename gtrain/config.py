@@ -353,6 +353,8 @@ def register(*, sweep: bool = False) -> None:
     register_resolver("gtrain.fan_out", _fan_out)
 
     store = ConfigStore.instance()
+    # Hydra copies the whole store for each configuration that it composes, and then each node that it loads.
+    store.__deepcopy__ = lambda memo: store  # type: ignore[attr-defined]
     store.store(group="schema", name="job", node=OmegaConf.create(defaults(JobConfig)))
     store.store(group="schema/trainer", name="trainer", node=schema(TrainerConfig))
     store.store(group="schema/cluster", name="cluster", node=schema(ClusterConfig))

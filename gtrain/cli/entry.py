@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
@@ -238,8 +237,6 @@ def _prepare_hydra(*, sweep: bool = False) -> None:
     config.register(sweep=sweep)
     launchers.register()
     sweeps.register()
-    schemas = ConfigStore.instance()
-    schemas.__deepcopy__ = lambda memo: schemas  # type: ignore[attr-defined]  # --help copies it for every group
     composed = ComposedOnce(ConfigLoaderImpl.load_configuration, lambda cfg: targets.check_hydra(cfg.hydra, _typed))
     ConfigLoaderImpl.load_configuration = composed.method()  # type: ignore[method-assign]
     config.register_resolver("gtrain.strategies", backends.descriptions)

@@ -22,18 +22,24 @@ import pytest
 import yaml
 from forked import Program
 from helpers import REPO, ok, run, summary
-from kubeflow_trainer_api import models
 
 FOLDER = REPO / "examples" / "kubernetes"
 MODELS = {
-    "JobSet": models.JobsetV1alpha2JobSet,
-    "ClusterTrainingRuntime": models.TrainerV1alpha1ClusterTrainingRuntime,
-    "TrainJob": models.TrainerV1alpha1TrainJob,
+    "JobSet": "JobsetV1alpha2JobSet",
+    "ClusterTrainingRuntime": "TrainerV1alpha1ClusterTrainingRuntime",
+    "TrainJob": "TrainerV1alpha1TrainJob",
 }
 """The API's classes by kind; Kubeflow generates them from the schemas of the custom resources."""
 SMALL = ("data.num_rows=600", "data.num_features=400", "data.batch_size=32", "trainer.max_epochs=5")
 LOCAL = ("strategy=ps", "strategy.servers=2", "data=planted_sparse", "model=sparse", *SMALL)
 STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
+
+
+def model(kind: str) -> Any:
+    """The class of a kind; the package takes seconds to import, which collecting the tests need not wait for."""
+    from kubeflow_trainer_api import models
+
+    return getattr(models, MODELS[kind])
 
 
 def manifest(name: str) -> dict[str, Any]:
@@ -49,7 +55,7 @@ def test_manifests_are_valid(name: str) -> None:
     if content["kind"] not in MODELS:
         kubernetes_validate.validate(content, kubernetes_validate.latest_version(), strict=True)
         return
-    read = MODELS[content["kind"]].from_dict(content)
+    read = model(content["kind"]).from_dict(content)
     assert read is not None and read.to_dict() == plain(content), "the class leaves out what the schema does not have"
     for job in jobs_of(content):
         version = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}}
@@ -61,11 +67,11 @@ def test_manifests_are_valid(name: str) -> None:
 def test_the_validators_find_mistakes() -> None:
     content = manifest("jobset")
     content["spec"]["failurePolicy"]["maxRestart"] = 3
-    read = MODELS["JobSet"].from_dict(content)
+    read = model("JobSet").from_dict(content)
     assert read is not None and read.to_dict() != plain(content)
     content["spec"]["failurePolicy"] = {"maxRestarts": "3"}
     with pytest.raises(ValueError, match="valid integer"):
-        MODELS["JobSet"].from_dict(content)
+        model("JobSet").from_dict(content)
 
 
 def test_the_image_is_built_from_files_that_exist() -> None:
