@@ -8,15 +8,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from gtrain import backends
 from gtrain.errors import ConfigError, GtrainError
-from gtrain.settings import as_typed, names_of
+from gtrain.settings import as_typed, names_of, nested
 
 OPEN_GROUPS = ("model", "callbacks", "logger")
 """Groups whose keys are the arguments of any class."""
+_SETTINGS = ("cluster", "data", "model", "strategy", "trainer")
+"""Groups whose keys a user may take for keys at the top."""
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
@@ -75,8 +77,13 @@ def _missing_option(error: MissingConfigException) -> str:
 def _unknown_key(error: Any, causes: Sequence[BaseException], arguments: Sequence[str]) -> str:
     full_key = str(error.full_key or error.key or "")
     parent = error.parent_node
+    setting = _setting(full_key, arguments)
+    is_top = isinstance(parent, DictConfig) and "." not in full_key and not strategies_with(full_key)
+    if is_top and (groups := groups_with(full_key, parent)):
+        meant = " or ".join(f"{group}.{setting.lstrip('+~')}" for group in groups)
+        return f"{setting} was set; the configuration has no key {full_key}.\nHINT: did you mean {meant}?"
     options = sorted(str(k) for k in parent) if isinstance(parent, DictConfig) else []
-    return str(_unknown(full_key, _setting(full_key, arguments), options))
+    return str(_unknown(full_key, setting, options))
 
 
 def unknown_key(cfg: DictConfig, full_key: str, value: Any) -> ConfigError:
@@ -118,9 +125,16 @@ def strategies_with(key: str) -> list[str]:
     ]
 
 
+def groups_with(key: str, cfg: DictConfig) -> list[str]:
+    """Return where a configuration has a key that was written without its group: ``model.optimizer`` for ``lr``."""
+    content = OmegaConf.to_container(cfg, resolve=False)
+    found = [name.rpartition(".")[0] for name, _ in nested(content) if name.endswith(f".{key}")]
+    return [group for group in found if group.partition(".")[0] in _SETTINGS]
+
+
 def _setting(key: str, arguments: Sequence[str]) -> str:
-    """Return the override as the user typed it, or the key if the command line does not set it."""
-    typed = [a for a in arguments if a.lstrip("+~").split("=")[0] == key]
+    """Return the override as the user typed it, of the key or of one inside it; the key if nobody typed it."""
+    typed = [a for a in arguments if f"{a.lstrip('+~').split('=')[0]}.".startswith(f"{key}.")]
     return typed[-1] if typed else key
 
 

@@ -94,6 +94,7 @@ LATE = {
         "gtrain.plan.command",
         "gtrain.reporting.command",
         "gtrain.reporting.listing",
+        "gtrain.reporting.sweep",
         "gtrain.reporting.trace",
         "gtrain.reporting.watch",
         "gtrain.wire",

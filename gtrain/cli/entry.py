@@ -65,8 +65,13 @@ class RunFolder(Callback):
             _exit_with(str(error), 1)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Write the comparison of the sweep's runs."""
-        with _reporting(Path(config.hydra.sweep.dir), _reports(config)):
+        """Print the table of the sweep's jobs, and write the comparison of its runs."""
+        folder = Path(config.hydra.sweep.dir)
+        if launchers.is_first() and config.verb in events.RECORDED:
+            from gtrain.reporting import sweep
+
+            sweep.show(folder)
+        with _reporting(folder, _reports(config)):
             pass
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:

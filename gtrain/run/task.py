@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 
 from gtrain import backends, targets
 from gtrain.callbacks.checkpoint import RunCheckpoint
+from gtrain.callbacks.loggers import end_wandb, log_configuration, log_ranks, make_loggers, silent_loggers
 from gtrain.callbacks.predictions import PredictionWriter, check_output, format_of
 from gtrain.callbacks.progress import ProgressLine
 from gtrain.callbacks.recorder import RunRecorder
@@ -148,8 +149,11 @@ class Task:
         strategy = self.make_strategy()
         with contextlib.closing(strategy.local_copies):
             try:
-                return self._run(strategy)
+                best = self._run(strategy)
+                end_wandb(0)
+                return best
             except Exception as exception:
+                end_wandb(1)
                 if (explained := strategy.explained(exception)) is exception:
                     raise
                 raise explained from exception
@@ -189,6 +193,7 @@ class Task:
         if config["verb"] in ("predict", "export"):
             self._predict(trainer, model, data, checkpoint)
             return None
+        log_configuration(trainer.loggers, config)
         fit_seconds, best = 0.0, None
         if config["verb"] == "train":
             start = time.perf_counter()
@@ -220,6 +225,7 @@ class Task:
                 config, self.choices, data, recorder, epoch_metrics, ranks, fit_seconds, resolved, preparation
             )
             report.write(run_dir / "summary.json", content)
+            log_ranks(trainer.loggers, ranks, trainer.global_step)
             report.print_summary(content, run_dir)
         return None if best is None else best.value
 
@@ -285,7 +291,12 @@ class Task:
             callbacks = [callback for callback in callbacks if callback not in savers]
         settings["enable_checkpointing"] = bool(savers) and settings["enable_checkpointing"]
         progress = [ProgressLine(recorder, *data.work)] if settings.pop("enable_progress_bar") else []
-        loggers = [build.make(node, f"logger.{name}") for name, node in self.config["logger"].items() if node]
+        loggers = silent_loggers(self.config["logger"])
+        if strategy.is_global_zero:
+            restarted = bool(slots.restarts() or slots.attempt())
+            loggers = make_loggers(
+                self.config["logger"], build.make, Path(self.config["paths"]["run"]), continues=restarted
+            )
         return build.make_trainer(
             settings,
             strategy=strategy,

@@ -1,0 +1,89 @@
+"""The table at the end of a sweep: the settings that differ between its jobs, each job's best score and seconds."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gtrain.record.run import RunRecord
+from gtrain.record.scores import better
+from gtrain.reporting.listing import ListedRun, describe, find_folders
+from gtrain.reporting.watch import COLOURS
+
+FILE = "sweep.csv"
+_WIDTH = 120
+_MISSING = "-"
+
+
+def show(folder: Path) -> None:
+    """Print the table of a sweep, and write it to ``sweep.csv`` in the sweep's folder with all digits.
+
+    Args:
+        folder: of the sweep; each job's folder is below it. Jobs that have not begun have no row.
+    """
+    paths = sorted(find_folders(folder), key=lambda path: _order(path.relative_to(folder)))
+    records = [RunRecord(path) for path in paths]
+    if not records:
+        return
+    jobs = [describe(record, str(record.path.relative_to(folder))) for record in records]
+    settings = differing([_values(record.start.get("overrides", [])) for record in records])
+    _write(folder / FILE, jobs, settings)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console.print(_table(jobs, settings))
+    console.print(f"the table as CSV: {folder / FILE}", highlight=False, soft_wrap=True)
+
+
+def differing(jobs: Sequence[dict[str, str]]) -> dict[str, list[str]]:
+    """Return the settings that have several values, with the value of each job, ``-`` where a job does not set it."""
+    keys = dict.fromkeys(key for job in jobs for key in job)
+    values = {key: [job.get(key, _MISSING) for job in jobs] for key in keys}
+    return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
+
+
+def _order(path: Path) -> tuple[int, str]:
+    """Sort jobs by number, whatever its digits; jobs with names follow by name."""
+    first = path.parts[0] if path.parts else ""
+    return (int(first) if first.isdecimal() else sys.maxsize, str(path))
+
+
+def _values(overrides: Sequence[str]) -> dict[str, str]:
+    """Return what the command line of a job set: values by key, as text."""
+    parsed = OverridesParser.create().parse_overrides([*overrides])
+    return {override.get_key_element().lstrip("+~"): override.get_value_string() for override in parsed}
+
+
+def _write(path: Path, jobs: Sequence[ListedRun], settings: dict[str, list[str]]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(["job", *settings, "score", "best", "epochs", "seconds", "state", "cause"])
+        for number, job in enumerate(jobs):
+            values = [texts[number] for texts in settings.values()]
+            rows.writerow([job.folder, *values, job.score, job.best, job.epochs, job.seconds, job.state, job.cause])
+
+
+def _table(jobs: Sequence[ListedRun], settings: dict[str, list[str]]) -> Table:
+    """Return the table; the best score is bold if all jobs have the same one."""
+    scores = {job.score for job in jobs if job.score is not None}
+    known = [job.best for job in jobs if job.best is not None]
+    first = better(next(iter(scores)), known) if len(scores) == 1 and known else None
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    for heading in ("job", *settings):
+        table.add_column(heading, overflow="fold")
+    for heading in (f"best {min(scores)}" if len(scores) == 1 else "best", "seconds"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for number, job in enumerate(jobs):
+        name = f"{job.score} " if len(scores) > 1 else ""
+        best = Text(_MISSING if job.best is None else f"{name}{job.best:.4f}", "bold" if job.best == first else "")
+        seconds = _MISSING if job.seconds is None else f"{job.seconds:,.0f}"
+        state = Text(job.state, COLOURS.get(job.state, "yellow"))
+        table.add_row(job.folder, *(texts[number] for texts in settings.values()), best, seconds, state)
+    return table
