@@ -1,29 +1,35 @@
-"""How many nodes, edges and halo rows the ranks have: counted from a store, or computed from assumptions."""
+"""How many nodes, edges and halo rows the ranks have: counted from a store, or computed from assumptions.
+
+A graph with several node types has such numbers for each of them.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from gtrain.graph.owners import count_by_owner
 from gtrain.graph.store import Store
+from gtrain.graph.store.manifest import edge_key
 
 EDGES_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A graph in P parts, one for each rank. Lists have one entry per part.
+    """A graph, or its nodes of one type, in P parts, one for each rank. Lists have one entry per part.
 
     Attributes:
         nodes: nodes that a part owns.
         edges: directed edges that point at them.
         seeds: training nodes among them.
         reads: ``reads[p][q]``, distinct nodes of part q that the edges of part p read: the halo, by owner.
-        targets: ``targets[p][q]``, distinct nodes of part p with an edge from part q.
+        targets: ``targets[p][q]``, distinct nodes of part p with an edge from part q; zeros for nodes of one type.
         cut: directed edges between parts.
         origin: a clause that says whether these numbers were counted or assumed.
         exact: whether they were counted.
@@ -63,11 +69,7 @@ def count_parts(store: Store) -> Parts:
     reads, targets, edges = [], [], []
     for part in range(num_parts):
         indptr, indices = store.edge("indptr", part), store.edge("indices", part)
-        sources = [chunk.to(torch.int64).unique() for chunk in indices.split(EDGES_AT_ONCE)]
-        distinct = torch.cat(sources).unique() if sources else offsets[:0]
-        row = [float(count) for count in count_by_owner(distinct, offsets)]
-        row[part] = 0.0
-        reads.append(row)
+        reads.append(_reads(part, [indices], offsets))
         edges.append(float(len(indices)))
         targets.append(_targets_by_owner(indptr, indices, offsets) if num_parts > 1 else [0.0])
     partition = store.manifest.partition
@@ -83,7 +85,61 @@ def count_parts(store: Store) -> Parts:
     )
 
 
-def _targets_by_owner(indptr: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> list[float]:
+def count_parts_by_type(store: Store) -> dict[str, Parts]:
+    """Count the parts of a store with several types, by one pass over its edges.
+
+    Returns:
+        By node type: its nodes, the edges of all types that point at them, and the halo of the type. One exchange of
+        its rows serves all edges that start there.
+    """
+    numbers, partition = range(store.num_parts), store.manifest.partition
+    origin = f"counted in the store, which {partition.partitioner} partitioned"
+    counted = {}
+    for node_type in store.node_types:
+        offsets = store.offsets_of(node_type)
+        into = [edge_type for edge_type in store.edge_types if edge_type[2] == node_type]
+        starting = [edge_type for edge_type in store.edge_types if edge_type[0] == node_type]
+        counted[node_type] = Parts(
+            [float(count) for count in offsets.diff()],
+            [float(sum(len(store.edge("indices", part, edge_type)) for edge_type in into)) for part in numbers],
+            [float(n) if node_type == store.facts.get("target") else 0.0 for n in partition.train_nodes],
+            [
+                _reads(part, [store.edge("indices", part, edge_type) for edge_type in starting], offsets)
+                for part in numbers
+            ],
+            [[0.0] * store.num_parts for _ in numbers],
+            float(sum(partition.edge_cut_by_type[edge_key(edge_type)] for edge_type in into)),
+            origin,
+            True,
+        )
+    return counted
+
+
+def assume_parts_by_type(store: Store, num_parts: int, cut_share: float) -> dict[str, Parts]:
+    """Compute even parts of a store with several types as :func:`assume_parts` does, by node type."""
+    assumed = {}
+    for node_type in store.node_types:
+        edges = {"into": 0.0, "starting": 0.0}
+        for edge_type in store.edge_types:
+            edges["into"] += store.num_edges_of(edge_type) if edge_type[2] == node_type else 0
+            edges["starting"] += store.num_edges_of(edge_type) if edge_type[0] == node_type else 0
+        seeds = store.split_size("train") if node_type == store.facts.get("target") else 0
+        nodes = max(store.num_nodes_of(node_type), 1)
+        parts = assume_parts(nodes, edges["starting"], seeds, num_parts, cut_share)
+        assumed[node_type] = replace(parts, edges=[edges["into"] / num_parts] * num_parts)
+    return assumed
+
+
+def _reads(part: int, sources: Iterable[Tensor], offsets: Tensor) -> list[float]:
+    """Return for each owner the number of distinct nodes among the sources of a part's edges; 0 for the part itself."""
+    chunks = [chunk.to(torch.int64).unique() for ids in sources for chunk in ids.split(EDGES_AT_ONCE)]
+    distinct = torch.cat(chunks).unique() if chunks else offsets[:0]
+    row = [float(count) for count in count_by_owner(distinct, offsets)]
+    row[part] = 0.0
+    return row
+
+
+def _targets_by_owner(indptr: Tensor, indices: Tensor, offsets: Tensor) -> list[float]:
     """Return for each owner of sources the number of distinct targets that read one of its nodes."""
     num_parts = len(offsets) - 1
     # An edge's key is its target and the owner of its source; targets ascend, so keys of chunks share few targets.

@@ -142,9 +142,11 @@ def add_step_time(estimate: Estimate, run: PlannedRun, times: float) -> None:
         BANDWIDTH, "optimizer", "(4 + 3 * states) * parameters * item * steps / stream",
         states=work.states, parameters=work.parameters, item=work.item, steps=times, stream=run.stream,
     )  # fmt: skip
+    # HeteroConv calls a convolution for each edge type.
+    convolutions = len(work.layers) + sum(sum(layer.targets.values()) for layer in work.typed)
     estimate.add(
         OVERHEAD, "starting operations", "steps * operations * (layers + 2) * dispatch",
-        steps=times, operations=OPERATIONS, layers=len(work.layers), dispatch=run.machine.dispatch,
+        steps=times, operations=OPERATIONS, layers=convolutions, dispatch=run.machine.dispatch,
     )  # fmt: skip
 
 

@@ -14,7 +14,15 @@ from torch_geometric.nn.conv import GATConv, GCNConv, GraphConv, MessagePassing,
 from gtrain.data.module import GraphDataModule
 from gtrain.graph.store import Store
 from gtrain.nn import Table, tables
-from gtrain.plan.counts import Parts, assume_parts, count_parts, count_ranges
+from gtrain.plan.counts import (
+    Parts,
+    assume_parts,
+    assume_parts_by_type,
+    count_parts,
+    count_parts_by_type,
+    count_ranges,
+)
+from gtrain.plan.typed import TypedLayer, typed_layers
 
 LINEAR = "linear"
 """A weighted sum of source rows, before or after a product with a weight, whichever is narrower."""
@@ -109,7 +117,8 @@ class Workload:
         num_held_out: validation or test edges, whichever are more, of a link task; 0 if they are unknown.
         task: ``node`` or ``link``.
         kind: of the model, see :mod:`gtrain.model.kinds`.
-        layers: its message-passing layers, in order.
+        layers: its message-passing layers, in order; none of a network over several types.
+        typed: the layers of a network over several types, in order.
         dense: numbers in the matrices of its other layers, which each node (or seed) is multiplied by.
         parameters: numbers in all parameters but those of tables.
         states: numbers that the optimizer keeps for each parameter.
@@ -135,6 +144,7 @@ class Workload:
     task: str = "node"
     kind: str | None = None
     layers: tuple[Layer, ...] = ()
+    typed: tuple[TypedLayer, ...] = ()
     dense: int = 0
     parameters: int = 0
     states: int = 2
@@ -147,6 +157,7 @@ class Workload:
     cut_share: float = 0.25
     stores: Sequence[Store] = ()
     _parts: dict[int, Parts] = field(default_factory=dict)
+    _parts_by_type: dict[int, dict[str, Parts]] = field(default_factory=dict)
 
     def parts(self, count: int) -> Parts:
         """Return the graph in a number of parts, counted if the store has them."""
@@ -154,10 +165,26 @@ class Workload:
             self._parts[count] = self._count(count)
         return self._parts[count]
 
+    def parts_by_type(self, count: int) -> dict[str, Parts]:
+        """Return the nodes of each type of a stored graph in a number of parts, counted if a store has them."""
+        assert self.store is not None
+        if count not in self._parts_by_type:
+            exact = self.store_of(count)
+            counted = (
+                assume_parts_by_type(self.store, count, self.cut_share) if exact is None else count_parts_by_type(exact)
+            )
+            self._parts_by_type[count] = counted
+        return self._parts_by_type[count]
+
+    def store_of(self, count: int) -> Store | None:
+        """Return a store with a number of parts; None if none exists."""
+        stores = (self.store, *self.stores)
+        return next((store for store in stores if store is not None and store.num_parts == count), None)
+
     def _count(self, count: int) -> Parts:
         if self.store is None or self.store.is_hetero:
             return assume_parts(self.num_nodes, self.num_edges, self.num_seeds, count, self.cut_share)
-        exact = next((store for store in (self.store, *self.stores) if store.num_parts == count), None)
+        exact = self.store_of(count)
         return count_ranges(self.store, count) if exact is None else count_parts(exact)
 
     @property
@@ -185,7 +212,9 @@ def describe(
     num_edges = store.num_edges if store is not None else facts["num_edges"]
     precision = str(config["trainer"]["precision"])
     width = max((count or 0 for count in features.values()), default=0) if isinstance(features, dict) else features or 0
-    sketched = _layers(model, config, bool(features) and not facts.get("sparse_features")) if model is not None else ()
+    heterogeneous = store.is_hetero if store is not None else isinstance(nodes, dict)
+    reads_features = bool(features) and not facts.get("sparse_features")
+    sketched = _layers(model, config, reads_features) if model is not None and not heterogeneous else ()
     inner = {id(p) for layer in _convolutions(model) for p in layer.parameters()}
     named_tables = tuple(tables(model)) if model is not None else ()
     wide = {id(p) for _, table in named_tables for p in table.parameters()}
@@ -203,13 +232,14 @@ def describe(
         task=data.task,
         kind=kind,
         layers=sketched,
+        typed=typed_layers(model) if model is not None and heterogeneous else (),
         dense=sum(p.numel() for p in plain if p.dim() >= 2 and id(p) not in inner),
         parameters=sum(p.numel() for p in plain if not isinstance(p, nn.UninitializedParameter)),
         states=_states(config["model"].get("optimizer")),
         table_states=_states(_sparse_optimizer(config)),
-        tables=tuple(_table(table, num_nodes, width) for _, table in named_tables),
+        tables=tuple(_table(table, nodes, width) for _, table in named_tables),
         dropout=float(config["model"].get("dropout") or 0) > 0,
-        heterogeneous=store.is_hetero if store is not None else isinstance(nodes, dict),
+        heterogeneous=heterogeneous,
         item=8 if precision.startswith("64") else 4,
         store=store,
         cut_share=cut,
@@ -276,10 +306,11 @@ def _states(optimizer: Any) -> int:
     return {"SGD": 0, "Adagrad": 1, "RowwiseAdagrad": 0}.get(name, 2)
 
 
-def _table(table: Table, num_nodes: float, num_features: int) -> WideTable:
+def _table(table: Table, nodes: float | Mapping[str, float], num_features: int) -> WideTable:
     """Describe a table; a sketch of a large graph has fewer rows than the graph."""
     spec, by_node = table.table, table.table.ids != "feature"
-    rows = num_nodes if by_node and spec.name == "node" else max(spec.rows, 0 if by_node else num_features)
+    of_type = nodes.get(spec.name) if isinstance(nodes, Mapping) else nodes if spec.name == "node" else None
+    rows = max(spec.rows, 0 if by_node else num_features) if of_type is None or not by_node else of_type
     return WideTable(spec.name, rows, spec.dim, by_node)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gtrain.plan import layers
+from gtrain.plan import layers, typed_layers, wide
 from gtrain.plan.counts import Parts
 from gtrain.plan.estimate import BANDWIDTH, MEMORY, NETWORK, SENT, Estimate, NotEstimated, PlannedRun, Planner
 from gtrain.plan.workload import ATTENTION, OTHER, Layer
@@ -30,7 +30,7 @@ class SarPlanner(Planner):
     def estimate(self, run: PlannedRun) -> Estimate:
         work = run.workload
         if work.heterogeneous:
-            raise NotEstimated("no formula covers graphs with several types")
+            return _typed(run)
         if not work.layers:
             raise NotEstimated("the model's layers are not known before its data are read")
         parts = work.parts(run.ranks)
@@ -50,15 +50,62 @@ class SarPlanner(Planner):
                 _add_halo_memory(estimate, run, parts, rank, number, layer)
             if work.task == "link":
                 _add_edge_bytes(estimate, run, parts, rank)
-            estimate.add(SENT, "sum of gradients", "parameters * item", parameters=work.parameters, item=work.item)
-            sent = estimate.total(SENT)
-            estimate.add(NETWORK, "transfer", "sent / link", sent=sent, link=run.link)
-            exchanges = 2 * len(work.layers) * (run.ranks - 1) + 2 * (run.ranks - 1)
-            estimate.add(
-                NETWORK, "waiting for first bytes", "messages * latency", messages=exchanges, latency=run.latency
-            )
-            estimate.add(BANDWIDTH, "packing and adding rows", "4 * sent / stream", sent=sent, stream=run.stream)
+            _add_exchange(estimate, run, len(work.layers))
         return estimate
+
+
+def _typed(run: PlannedRun) -> Estimate:
+    """Estimate a network over several types, whose layers exchange the rows of all types at once."""
+    typed_layers.check(run)
+    work = run.workload
+    by_type, mode = work.parts_by_type(run.ranks), int(run.settings["mode"])
+    estimate = Estimate(hidden=_HIDDEN)
+    estimate.assumptions += sorted({f"parts are {parts.origin}" for parts in by_type.values() if not parts.exact})
+    largest = max(range(run.ranks), key=lambda p: sum(parts.nodes[p] for parts in by_type.values()))
+    nodes = {node_type: parts.nodes[largest] for node_type, parts in by_type.items()}
+    sources = {node_type: parts.nodes[largest] + parts.halo[largest] for node_type, parts in by_type.items()}
+    edges = max(sum(parts.edges[p] for parts in by_type.values()) for p in range(run.ranks))
+    typed_layers.add_memory(
+        estimate, run, nodes, edges, sources=sources, packed=run.ranks > 1, recomputed=mode == 1 and run.ranks > 1
+    )
+    for table in work.tables:
+        # Twice: a checkpoint, and the sum over the ranks, copy the rows.
+        wide.add_table_memory(estimate, run, MEMORY, table, 2)
+    typed_layers.add_time(estimate, run, nodes, edges)
+    if run.ranks > 1:
+        halo = [sum(parts.halo[p] for parts in by_type.values()) for p in range(run.ranks)]
+        served = [sum(parts.served[p] for parts in by_type.values()) for p in range(run.ranks)]
+        for number, layer in enumerate(work.typed, start=1):
+            # A layer that runs again in the backward pass fetches its rows again.
+            times = 2 if mode == 1 and not layer.sums else 1
+            rank = max(range(run.ranks), key=lambda p: times * served[p] + halo[p])
+            estimate.add(
+                SENT, f"rows of layer {number}, and gradients", "(times * served + halo) * width * item",
+                times=times, served=served[rank], halo=halo[rank], width=layer.inputs, item=_wire_item(run),
+            )  # fmt: skip
+        widest = max(layer.inputs for layer in work.typed)
+        estimate.add(
+            MEMORY, "halo rows in flight", "(halo + served) * width * item",
+            halo=max(halo), served=max(served), width=widest, item=_wire_item(run),
+        )  # fmt: skip
+        _add_exchange(estimate, run, len(work.typed))
+    return estimate
+
+
+def _add_exchange(estimate: Estimate, run: PlannedRun, exchanges: int) -> None:
+    """Add the sum of gradients, and the time of everything that is sent, with a number of exchanges of rows."""
+    work = run.workload
+    estimate.add(
+        SENT, "sum of gradients", "(parameters + tables) * item",
+        parameters=work.parameters, tables=sum(table.rows * table.dim for table in work.tables), item=work.item,
+    )  # fmt: skip
+    sent, others = estimate.total(SENT), run.ranks - 1
+    estimate.add(NETWORK, "transfer", "sent / link", sent=sent, link=run.link)
+    estimate.add(
+        NETWORK, "waiting for first bytes", "messages * latency",
+        messages=2 * exchanges * others + 2 * others, latency=run.latency,
+    )  # fmt: skip
+    estimate.add(BANDWIDTH, "packing and adding rows", "4 * sent / stream", sent=sent, stream=run.stream)
 
 
 def _add_bytes(estimate: Estimate, run: PlannedRun, parts: Parts, rank: int, number: int, layer: Layer) -> None:
@@ -155,7 +202,11 @@ def _add_halo_memory(estimate: Estimate, run: PlannedRun, parts: Parts, rank: in
 def _item(run: PlannedRun, layer: Layer) -> int:
     """Return the bytes of a number that travels."""
     halves = str(run.config["trainer"]["precision"]).startswith("bf16") and layer.kind != ATTENTION
-    return 2 if halves or run.settings["wire_dtype"] == "bfloat16" else run.workload.item
+    return 2 if halves else _wire_item(run)
+
+
+def _wire_item(run: PlannedRun) -> int:
+    return 2 if run.settings["wire_dtype"] == "bfloat16" else run.workload.item
 
 
 def _epochs(run: PlannedRun) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gtrain.plan import layers, wide
+from gtrain.plan import layers, typed_layers, wide
 from gtrain.plan.estimate import MEMORY, Estimate, PlannedRun, Planner
 
 
@@ -12,6 +12,9 @@ class SinglePlanner(Planner):
     def estimate(self, run: PlannedRun) -> Estimate:
         work, steps = run.workload, wide.steps_of(run)
         estimate = Estimate()
+        if work.heterogeneous and work.kind != wide.EMBEDDING:
+            self._typed(estimate, run, steps)
+            return estimate
         layers.add_memory(estimate, run, work.num_nodes, work.num_edges)
         for table in work.tables:
             # Twice: a checkpoint copies the rows and their optimizer's states.
@@ -28,3 +31,13 @@ class SinglePlanner(Planner):
         if work.task == "link" and work.layers:
             layers.add_scored_edges(estimate, run, work.num_seeds / steps, work.num_nodes, steps)
         return estimate
+
+    def _typed(self, estimate: Estimate, run: PlannedRun, steps: int) -> None:
+        """Add what a network over several types costs."""
+        typed_layers.check(run)
+        work = run.workload
+        nodes = {node_type: sum(parts.nodes) for node_type, parts in work.parts_by_type(1).items()}
+        typed_layers.add_memory(estimate, run, nodes, work.num_edges)
+        for table in work.tables:
+            wide.add_table_memory(estimate, run, MEMORY, table, 2)
+        typed_layers.add_time(estimate, run, nodes, work.num_edges, steps)

@@ -42,6 +42,52 @@ def test_sar_sends_the_planned_bytes(model: tuple[str, ...], tmp_path: Path) -> 
     assert row["memory_bytes"] == pytest.approx(max(rank["peak_anonymous_bytes"] for rank in ranks), rel=0.2)
 
 
+def assert_planned(folder: Path, row: str, *overrides: str) -> None:
+    """Three epochs send the planned bytes within 5 %, and need the planned memory within 20 %, of ranks and servers."""
+    plan = planned(folder, *overrides, *RUN)["rows"][row]
+    strategy, _, mode = row.partition(" ")
+    run = (f"strategy={strategy}", *([f"mode={mode}"] if mode else []), *overrides, *RUN)
+    ok(forked.gtrain(*run, "hydra.run.dir=run", cwd=folder))
+    ranks = summary(folder / "run")["ranks"]
+    workers, servers = ([rank for rank in ranks if (rank["role"] == "worker") is worker] for worker in (True, False))
+    sent = max(rank["bytes_sent"] for rank in workers) / 3
+    assert plan["sent_bytes_per_epoch"] == pytest.approx(sent, rel=0.05)
+    assert plan["memory_bytes"] == pytest.approx(max(rank["peak_anonymous_bytes"] for rank in workers), rel=0.2)
+    if servers:
+        memory = max(rank["peak_anonymous_bytes"] for rank in servers)
+        assert plan["server_memory_bytes"] == pytest.approx(memory, rel=0.2)
+
+
+SERVED = "model.sparse_optimizer={_target_:gtrain.nn.RowwiseAdagrad,lr:0.1}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "settings"),
+    [
+        ("sar 1", ("model=hetero_sage",)),
+        ("sar 1", ("model=hgt", "data.num_mentions=4000")),
+        ("pyg", ("model=hetero_sage", "data.batch_size=512", "data.num_neighbors=[10,5]")),
+        ("ps", ("model=hetero_sage", SERVED)),
+    ],
+    ids=["sar-hetero_sage", "sar-hgt", "pyg-hetero_sage", "ps-hetero_sage"],
+)
+def test_graphs_of_several_types_cost_what_is_planned(row: str, settings: tuple[str, ...], tmp_path: Path) -> None:
+    assert_planned(tmp_path, row, "data=planted_hetero", *settings)
+
+
+@pytest.mark.slow
+def test_graphs_on_servers_cost_what_is_planned(tmp_path: Path) -> None:
+    assert_planned(tmp_path, "ps", *DATA, "model=sage", "data.feature_layout=sparse", SERVED)
+
+
+@pytest.mark.slow
+def test_pyg_requests_the_planned_rows(tmp_path: Path) -> None:
+    """Rows, neighbours and numbers of edges travel between ranks that do not share memory."""
+    batches = ("data.batch_size=400", "data.num_neighbors=[10,5]", "strategy.transport=tcp", "strategy=pyg")
+    assert_planned(tmp_path, "pyg", *DATA, "model=sage", *batches)
+
+
 @pytest.mark.slow
 def test_pyg_sends_the_planned_bytes_of_edges(tmp_path: Path) -> None:
     """Without validation, which the plan does not count."""

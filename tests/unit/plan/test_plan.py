@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -9,14 +10,19 @@ import pytest
 import torch
 from helpers import REPO
 from small_graphs import messy_graph, random_parts, stored
+from torch_geometric.data import HeteroData
+from torch_geometric.nn import GATConv, HeteroConv
 
 from gtrain.cli.auto import Candidate, race_folders
 from gtrain.errors import ConfigError
-from gtrain.graph.shard.graph import load_shard
+from gtrain.graph.shard.graph import load_hetero_shard, load_shard
+from gtrain.graph.store.writer import write_store
 from gtrain.memory.limits import group_limit, oom_kills, usable_memory
+from gtrain.model.relational import HGT, HeteroSAGE
 from gtrain.plan import machine
-from gtrain.plan.counts import assume_parts, count_parts, cut_of_ranges
+from gtrain.plan.counts import assume_parts, assume_parts_by_type, count_parts, count_parts_by_type, cut_of_ranges
 from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, NETWORK, SENT, Estimate
+from gtrain.plan.typed import typed_layers
 
 
 def test_terms_are_their_formulas_with_the_numbers_put_in() -> None:
@@ -45,6 +51,47 @@ def test_parts_are_counted_as_shards_are(tmp_path: Path) -> None:
             assert parts.targets[part][(part - r) % 3] == len(target[block].unique())
     assert sum(parts.served) == sum(parts.halo)
     assert parts.cut == store.manifest.partition.edge_cut
+
+
+def test_parts_of_types_are_counted_as_typed_shards_are(tmp_path: Path) -> None:
+    """The halo of a type is the union over the edge types that start there."""
+    data = HeteroData({"a": {"num_nodes": 60}, "b": {"num_nodes": 30}})
+    generator = torch.Generator().manual_seed(0)
+    for source, relation, target, count in (("a", "to", "b", 90), ("a", "next", "a", 120), ("b", "back", "a", 70)):
+        ends = [torch.randint(data[t].num_nodes, (count,), generator=generator) for t in (source, target)]
+        data[source, relation, target].edge_index = torch.stack(ends)
+    parts = {name: random_parts(data[name].num_nodes, 3) for name in ("a", "b")}
+    store = write_store(
+        tmp_path / "store", data, parts, 3, source={"a": 1}, facts={"target": "a"}, partitioner="file", seed=0
+    )
+    counted = count_parts_by_type(store)
+    for part in range(3):
+        shard = load_hetero_shard(store, part)
+        for name, nodes in shard.nodes.items():
+            assert (counted[name].nodes[part], counted[name].halo[part]) == (nodes.num_local, nodes.num_halo)
+            into = sum(index.size(1) for edge_type, index in shard.edge_index.items() if edge_type[2] == name)
+            assert counted[name].edges[part] == into
+    cut = {name: counted[name].cut for name in counted}
+    assert sum(cut.values()) == store.manifest.partition.edge_cut and min(cut.values()) > 0
+    even = assume_parts_by_type(store, 2, 0.5)
+    assert even["a"].nodes == [30, 30] and even["a"].edges == [95, 95]
+    # 210 edges start at a: 52.5 cut ones of each part start at 30 remote nodes.
+    assert even["a"].halo[0] == pytest.approx(30 * (1 - math.exp(-52.5 / 30)))
+
+
+def test_layers_over_types_are_described_by_their_edge_types() -> None:
+    edge_types = [("a", "to", "b"), ("a", "next", "a"), ("b", "back", "a")]
+    (sage, _) = typed_layers(HeteroSAGE(8, 3, edge_types))
+    # 60 + 30 sums end at a, of which there are 60 nodes: two edge types.
+    nodes = {"a": 60.0, "b": 30.0}
+    assert (sage.sums, sage.inputs, sage.outputs) == (True, 8, 8)
+    assert sage.sums_of_types(nodes) == 150 and sage.results(nodes) == 90 and sage.source_rows(nodes) == 150
+    assert sage.products(nodes) == 150 * 2 * 8 * 8
+    (hgt, _) = typed_layers(HGT(8, 3, ["a", "b"], edge_types, heads=2))
+    # Key, query, value and result, and two products of 4 columns with each of the 2 heads per edge type of the source.
+    assert not hgt.sums and hgt.products({"a": 1.0, "b": 0.0}) == 4 * 64 + 2 * 2 * 2 * 16
+    gat = HeteroConv({edge_types[0]: GATConv((8, 8), 8, add_self_loops=False)})
+    assert typed_layers(gat) == ()
 
 
 def test_ranges_of_parts_have_the_cut_of_the_parts(tmp_path: Path) -> None:
