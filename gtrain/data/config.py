@@ -30,6 +30,9 @@ class DataSettings(Settings):
     group: ClassVar[str] = "data"
 
 
+_LABEL_KINDS = {"class": "whole numbers, one for each class", "number": "numbers to predict"}
+
+
 @dataclass
 class DataConfig(DataSettings):
     """The settings of every source."""
@@ -154,6 +157,18 @@ class DataConfig(DataSettings):
                 f"data.neg_sampling={self.neg_sampling} was set, and data.task={self.task}.",
                 hint="negative edges are for data.task=link; set data.neg_sampling=null",
             )
+
+
+@dataclass
+class MemoryConfig(DataConfig):
+    """A graph that a Python program has in memory; see :meth:`~gtrain.data.module.GraphDataModule.from_pyg`."""
+
+    _target_: str = "gtrain.data.sources.memory.MemoryData"
+    label_kind: str | None = setting(
+        None,
+        "what the labels are",
+        words={**_LABEL_KINDS, None: "`number` if `y` is of one column of floats and one has a fraction, else `class`"},
+    )
 
 
 @dataclass
@@ -332,6 +347,7 @@ class EdgesConfig(DataConfig):
         "names); null: none",
         path=True,
     )
+    label_kind: str = setting("class", "what the labels are", words=_LABEL_KINDS)
     num_nodes: int | None = setting(
         None,
         "number of graph nodes; null: the rows of the features or of the labels, else the largest id + 1",

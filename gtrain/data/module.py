@@ -189,7 +189,7 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
 
         Args:
             nodes: a frame, or the entry of a table with a frame in place of a path, such as ``{"frame": frame, "label":
-                "venue"}``, or frames or entries by node type.
+                "price", "label_kind": "number"}``, or frames or entries by node type.
             edges: likewise, by relation.
             settings: those of :class:`~gtrain.data.config.TablesConfig`.
 
@@ -203,8 +203,10 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         """Return a data module of a ``Data`` or ``HeteroData`` of PyG, with tensors as :meth:`read` returns them.
 
         Args:
-            data: the graph; it is not changed.
-            settings: those of :class:`~gtrain.data.config.DataConfig`. Without masks ``split`` is ``random``.
+            data: the graph; it is not changed. Labels ``y`` that are floats ``[N]`` with a fraction are numbers to
+                predict, with NaN for nodes without a label.
+            settings: those of :class:`~gtrain.data.config.MemoryConfig`, such as ``label_kind``, ``number`` or
+                ``class``, where the labels do not tell. Without masks ``split`` is ``random``.
         """
         return _source("memory").of(data, settings)
 
@@ -226,8 +228,8 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         Args:
             adjacency: ``[N, N]``; the entry (i, j) is the weight of the edge from i to j.
             x: features ``[N, F]``, an array or a sparse matrix.
-            y: labels ``[N]``, or ``[N, C]`` of 0 and 1.
-            settings: those of :class:`~gtrain.data.config.DataConfig`; ``split`` is ``random`` unless set.
+            y: labels ``[N]``, or ``[N, C]`` of 0 and 1; as for :meth:`from_pyg`.
+            settings: those of :class:`~gtrain.data.config.MemoryConfig`; ``split`` is ``random`` unless set.
         """
         return _source("memory").of_scipy(adjacency, x, y, settings)
 
@@ -594,6 +596,17 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         """The node types (``node`` in a homogeneous graph) whose labels are numbers to predict: ``y`` of :meth:`read`
         is float ``[N]`` then, with NaN for nodes without a label."""
         return frozenset()
+
+    def _trained_on_numbers(self, node_type: str) -> bool | None:
+        """Whether the trained model that is applied to this data predicts numbers for nodes of a type.
+
+        None: no model is applied, it predicts another type, or it is not known.
+        """
+        trained = self.trained or {}
+        is_known = trained.get("num_classes") is not None or trained.get("label_scale") is not None
+        if not is_known or trained.get("target") not in (None, node_type):
+            return None
+        return trained.get("label_scale") is not None
 
     def _create(self, path: Path) -> Store:
         """Create the store; ``path`` is :attr:`store_path` before the graph was read, whose lock this process holds."""

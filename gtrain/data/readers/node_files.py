@@ -31,12 +31,14 @@ class NodeFiles:
         labels: ``.npy``, ``.pt`` or text; None: no labels.
         root: the folder of raw files.
         unlabelled: the label of nodes that the file of labels omits; None: it may omit none.
+        numbers: whether labels are numbers to predict, which the file may omit; they are NaN then.
     """
 
     features: str | None
     labels: str | None
     root: Path
     unlabelled: int | None
+    numbers: bool = False
 
     @property
     def features_path(self) -> Path | None:
@@ -103,11 +105,11 @@ class NodeFiles:
                     f"data.labels={path} has shape {list(labels.shape)}; [N] or [N, C] is expected",
                     hint="save one label for each node, or one row of 0 and 1 for each node",
                 )
-            return labels
+            return labels.flatten().float() if self.numbers and labels.numel() == len(labels) else labels
         if names is not None:
             return self._named_labels(path, names)
-        table = read_table(path, integers=None, header=True, widths=(1, 2))
-        return table if len(table.columns) == 2 else torch.from_numpy(table.columns[0].astype(np.int64))
+        table = read_table(path, integers=0 if self.numbers else None, header=True, widths=(1, 2))
+        return table if len(table.columns) == 2 else torch.from_numpy(self.converted(table.columns[0]))
 
     def _agreed_count(
         self, x: Tensor | None, labels: Tensor | NumberTable | None, counts: dict[str, int]
@@ -135,22 +137,36 @@ class NodeFiles:
     def _named_labels(self, path: Path, names: pa.LargeStringArray) -> Tensor:
         ids, values = read_named_table(path, names)
         labels = values[:, 0]
-        if values.shape[1] != 1 or (labels != np.rint(labels)).any():
-            content = f"{values.shape[1]} numbers" if values.shape[1] > 1 else "a number with a fraction"
+        if values.shape[1] != 1:
             raise DataError(
-                f"{path} has {content} after a name; a label is one whole number",
+                f"{path} has {values.shape[1]} numbers after a name; a label is one",
                 hint="write lines of a name and a label: the classes are 0, 1, 2...",
             )
-        return self.fill_unlabelled(path, ids, labels.astype(np.int64), len(names))
+        return self.fill_unlabelled(path, ids, self.converted(labels), len(names))
+
+    def converted(self, labels: NDArray[Any]) -> NDArray[Any]:
+        """Return labels as float32 if they are numbers to predict, else as int64.
+
+        Raises:
+            DataError: a class has a fraction.
+        """
+        if self.numbers:
+            return labels.astype(np.float32)
+        if (row := first_true(labels != np.rint(labels))) is not None:
+            raise DataError(
+                f"data.labels={self.labels} has the label {labels[row]:.10g}; a class is a whole number",
+                hint="number the classes 0, 1, 2..., or set data.label_kind=number to predict the number",
+            )
+        return labels.astype(np.int64)
 
     def fill_unlabelled(self, path: Path, ids: NDArray[Any], labels: NDArray[Any], num_nodes: int) -> Tensor:
         """Return one label per node, ``unlabelled`` for nodes that are not among ``ids``."""
-        if len(ids) < num_nodes and self.unlabelled is None:
+        if len(ids) < num_nodes and self.unlabelled is None and not self.numbers:
             raise DataError(
                 f"{path} has labels for {len(ids)} nodes, and the graph has {num_nodes}",
                 hint="if the others have no label, set data.unlabelled=-1",
             )
-        y = torch.full((num_nodes,), self.unlabelled or 0)
+        y = torch.full((num_nodes,), torch.nan if self.numbers else self.unlabelled or 0)
         return y.index_copy_(0, torch.from_numpy(ids), torch.from_numpy(labels))
 
 
@@ -183,7 +199,13 @@ class NumberedNodes:
         """
         if not isinstance(self.labels, NumberTable):
             return self.labels
-        table, (ids, labels) = self.labels, (column.astype(np.int64) for column in self.labels.columns)
+        table, ids = self.labels, self.labels.columns[0].astype(np.int64)
+        if (row := first_true(ids != table.columns[0])) is not None:
+            raise DataError(
+                f"{table.path}, line {table.line(row)}: {table.columns[0][row]:.10g} is not the id of a node",
+                hint="write lines of an id and a label",
+            )
+        labels = self.files.converted(table.columns[1])
         if (row := first_true((ids < 0) | (ids >= num_nodes))) is not None:
             raise DataError(
                 f"{table.path}, line {table.line(row)}: a label for node {ids[row]}, and the graph has "

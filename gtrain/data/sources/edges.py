@@ -20,6 +20,7 @@ from gtrain.data.readers.files import FileNames, edge_set_facts, find_edge_sets
 from gtrain.data.readers.node_files import GENERATED, NodeFiles, generate_features
 from gtrain.data.schema import DataSchema
 from gtrain.errors import ConfigError
+from gtrain.graph.store.manifest import NODE_TYPE
 from gtrain.graph.store.tables import EdgeArrays
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ class EdgesData(GraphDataModule[EdgesConfig]):
             chosen.separator,
             chosen.comments,
         )
-        self._node_files = NodeFiles(chosen.features, chosen.labels, self.root, self.unlabelled)
+        self._node_files = NodeFiles(
+            chosen.features, chosen.labels, self.root, self.unlabelled, chosen.label_kind == "number"
+        )
 
     @property
     def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
@@ -77,8 +80,20 @@ class EdgesData(GraphDataModule[EdgesConfig]):
             **OUTLINE,
             "num_features": None if self.settings.features is None else OUTLINE["num_features"],
             "num_relations": None if self.settings.relation is None else 2,
-            "num_classes": None if self.settings.labels is None else OUTLINE["num_classes"],
+            **self._label_outline(),
         }
+
+    def _label_outline(self) -> dict[str, Any]:
+        if self.settings.labels is None:
+            return {"num_classes": None}
+        if self.number_labels:
+            return {"num_classes": None, "label_scale": {"mean": 0.0, "deviation": 1.0}}
+        return {"num_classes": OUTLINE["num_classes"]}
+
+    @property
+    def number_labels(self) -> frozenset[str]:
+        known = self._trained_on_numbers(NODE_TYPE)
+        return frozenset([NODE_TYPE] if (self.settings.label_kind == "number" if known is None else known) else [])
 
     def check_files(self) -> None:
         """Refuse missing files, and columns that the first lines, or the schemas of Parquet files, lack."""
@@ -104,6 +119,7 @@ class EdgesData(GraphDataModule[EdgesConfig]):
             "generated": settings.features if settings.features in GENERATED else None,
             "num_nodes": settings.num_nodes,
             "undirected": settings.undirected,
+            **({} if settings.label_kind == "class" else {"label_kind": settings.label_kind}),
         }
         stamps |= feature_stamps(self.schema, self.root)
         return {**stamps, **options, **asdict(self.format), **self.schema.identity()}

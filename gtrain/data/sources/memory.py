@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.config import DataConfig
+from gtrain.data.config import MemoryConfig
 from gtrain.data.module import GraphDataModule
 from gtrain.data.prepare.split import MASKS
 from gtrain.errors import ConfigError
+from gtrain.graph.store.manifest import NODE_TYPE
 from gtrain.graph.store.tables import csr_tensor
 
 
-class MemoryData(GraphDataModule[DataConfig]):
+class MemoryData(GraphDataModule[MemoryConfig]):
     """A ``Data`` or ``HeteroData`` of PyG; see :meth:`~gtrain.data.module.GraphDataModule.from_pyg`."""
 
     name = "memory"
@@ -53,8 +54,24 @@ class MemoryData(GraphDataModule[DataConfig]):
         return cls.of(_scipy_graph(adjacency, x, y), settings)
 
     def identity(self) -> dict[str, Any]:
-        """Return a digest of the graph's tensors."""
-        return {"digest": self._digest}
+        """Return a digest of the graph's tensors, and what the labels are if it is set."""
+        kind = self.settings.label_kind
+        return {"digest": self._digest, **({} if kind is None else {"label_kind": kind})}
+
+    @property
+    def number_labels(self) -> frozenset[str]:
+        graph = self.graph
+        labels = {name: nodes.get("y") for name, nodes in graph.node_items()} if isinstance(graph, HeteroData) else None
+        by_type = {NODE_TYPE: graph.y} if labels is None else labels
+        return frozenset(name for name, y in by_type.items() if isinstance(y, Tensor) and self._are_numbers(name, y))
+
+    def _are_numbers(self, node_type: str, y: Tensor) -> bool:
+        known, kind = self._trained_on_numbers(node_type), self.settings.label_kind
+        if known is not None or kind is not None:
+            return kind == "number" if known is None else known
+        values = y[~y.isnan()] if y.is_floating_point() else y
+        one_column = y.dim() == 1 or y.shape[1:] == (1,)
+        return one_column and y.is_floating_point() and bool((values != values.round()).any())
 
     @cached_property
     def _digest(self) -> str:
@@ -68,8 +85,12 @@ class MemoryData(GraphDataModule[DataConfig]):
         return digest.hexdigest()[:16]
 
     def read(self) -> Data | HeteroData:
-        """Return a copy that shares the tensors."""
-        return copy.copy(self.graph)
+        """Return a copy that shares the tensors, with numbers to predict as float ``[N]``."""
+        graph = copy.copy(self.graph)
+        for name in self.number_labels:
+            nodes = graph[name] if isinstance(graph, HeteroData) else graph
+            nodes.y = nodes.y.flatten().float() if nodes.y.numel() == len(nodes.y) else nodes.y
+        return graph
 
 
 def _scipy_graph(adjacency: Any, x: Any, y: Any) -> Data:

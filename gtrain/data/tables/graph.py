@@ -223,11 +223,8 @@ class TableData(GraphDataModule[T]):
 
     def _has_numbers(self, nodes: NodeDescription) -> bool:
         """Whether labels are numbers to predict: as the trained model has them, else as the user says."""
-        trained = self.trained or {}
-        is_known = trained.get("num_classes") is not None or trained.get("label_scale") is not None
-        if is_known and trained.get("target") in (None, nodes.type):
-            return trained.get("label_scale") is not None
-        return nodes.labels.kind == "number"
+        known = self._trained_on_numbers(nodes.type)
+        return nodes.labels.kind == "number" if known is None else known
 
     # ----------------------------------------------------------------------------------------------------- nodes
 

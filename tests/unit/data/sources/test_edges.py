@@ -103,6 +103,27 @@ def test_features_and_labels(tmp_path: Path) -> None:
     assert degree.flatten().expm1().tolist() == pytest.approx([0, 1, 2])
 
 
+@pytest.mark.parametrize("text", ["2 1.5\n0 -4\n", "-4\nnan\n1.5\n"])
+def test_labels_may_be_numbers(text: str, tmp_path: Path) -> None:
+    path, labels = write(tmp_path, "e", "0 1\n1 2\n"), write(tmp_path, "y", text)
+    data = EdgesData(path=path, labels=labels, label_kind="number")
+    y = data.read().y
+    assert data.number_labels == {"node"} and y.dtype == torch.float32
+    assert y.isnan().tolist() == [False, True, False] and y[[0, 2]].tolist() == [-4, 1.5]
+    assert data.store_path != EdgesData(path=path, labels=labels).store_path
+
+
+def test_a_fraction_is_not_a_class(tmp_path: Path) -> None:
+    path, names = write(tmp_path, "e", "a b\nb c\n"), write(tmp_path, "y", "a 1\nb 1.5\nc 0\n")
+    with pytest.raises(DataError, match=r"has the label 1\.5; a class is(.|\n)*data\.label_kind=number"):
+        EdgesData(path=path, labels=names).read()
+    assert EdgesData(path=path, labels=names, label_kind="number").read().y.tolist() == [1, 1.5, 0]
+    with pytest.raises(DataError, match=r"line 2: 0\.5 is not the id of a node"):
+        EdgesData(
+            path=write(tmp_path, "i", "0 1\n"), labels=write(tmp_path, "z", "1 1\n0.5 2\n"), label_kind="number"
+        ).read()
+
+
 def test_labels_of_some_nodes(tmp_path: Path) -> None:
     path, labels = write(tmp_path, "e", "0 1\n1 2\n"), write(tmp_path, "y", "2 1\n0 0\n")
     with pytest.raises(DataError, match="labels for 2 nodes, and the graph has 3(.|\n)*unlabelled=-1"):

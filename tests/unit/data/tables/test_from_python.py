@@ -11,7 +11,7 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 from gtrain import GraphDataModule
-from gtrain.errors import ConfigError
+from gtrain.errors import ConfigError, DataError
 
 NODES = {"id": ["a", "b", "c"], "size": [1.0, 2.0, 3.0], "kind": ["x", "y", "x"]}
 EDGES = {"source": ["a", "b"], "target": ["b", "c"]}
@@ -91,3 +91,45 @@ def test_a_matrix_of_scipy(sparse: bool, tmp_path: Path) -> None:
     graph = data.read()
     assert graph.edge_index.tolist() == [[0, 1], [1, 2]] and graph.edge_weight.tolist() == [1, 2]
     assert graph.x.to_dense().tolist() == x and graph.y.tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("y", "settings", "numbers"),
+    [
+        (torch.tensor([0.5, 1.5, 2.0, 4.0, torch.nan, 8.0], dtype=torch.float64), {}, True),
+        (torch.tensor([[0.5], [1.5], [2.0], [4.0], [6.0], [8.0]]), {}, True),
+        (torch.tensor([0.0, 1.0] * 3), {}, False),
+        (torch.tensor([0, 3, 5, 5, 9, 2]), {"label_kind": "number"}, True),
+        (torch.tensor([0, 1] * 3), {}, False),
+    ],
+)
+def test_labels_of_a_graph_of_pyg_may_be_numbers(
+    y: torch.Tensor, settings: dict[str, Any], numbers: bool, tmp_path: Path
+) -> None:
+    masks = {f"{name}_mask": torch.arange(6) // 2 == number for number, name in enumerate(("train", "val", "test"))}
+    graph = Data(x=torch.rand(6, 2), y=y, edge_index=torch.tensor([[0, 1], [1, 2]]), **masks)
+    data = GraphDataModule.from_pyg(graph, store=str(tmp_path), num_parts=1, **settings)
+    data.prepare_data()
+    scale = data.facts.get("label_scale")
+    if not numbers:
+        assert scale is None and data.facts["num_classes"] == 2
+        return
+    # The first two nodes train: their mean, and half of their difference.
+    first, second = y.flatten()[:2].tolist()
+    assert scale == {"mean": (first + second) / 2, "deviation": (second - first) / 2}
+    store = data.open_store()
+    assert store.node("y", 0).dtype == torch.float32 and torch.equal(graph.y, y) == (not y.isnan().any())
+    # A node whose label is NaN is in no split.
+    assert int(store.node("test_mask", 0).sum()) == int((~y[4:].isnan()).sum())
+
+
+def test_a_fraction_may_not_be_a_class(tmp_path: Path) -> None:
+    graph = Data(x=torch.rand(4, 2), y=torch.tensor([0.5, 1, 2, 3]), edge_index=torch.tensor([[0], [1]]))
+    data = GraphDataModule.from_pyg(graph, store=str(tmp_path), num_parts=1, label_kind="class")
+    with pytest.raises(DataError, match="y"):
+        data.prepare_data()
+    typed = HeteroData({"house": {"x": torch.rand(4, 2), "y": torch.tensor([0.5, 1, 2, 3])}, "town": {"num_nodes": 2}})
+    typed["house", "in", "town"].edge_index = torch.tensor([[0, 1], [1, 0]])
+    data = GraphDataModule.from_pyg(typed, store=str(tmp_path), num_parts=1, train_fraction=0.5, val_fraction=0.25)
+    data.prepare_data()
+    assert data.facts["target"] == "house" and data.facts["label_scale"]["deviation"] > 0
