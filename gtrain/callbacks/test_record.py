@@ -18,7 +18,7 @@ from torch_geometric.data import HeteroData
 
 from gtrain.callbacks.predictions import features_of, inputs_of_target, last_layer
 from gtrain.errors import ConfigError
-from gtrain.model.outputs import ClassScores, EdgeScores
+from gtrain.model.outputs import ClassScores, EdgeScores, NumberScores
 from gtrain.protocols import Embeds
 from gtrain.record.events import record_folder
 
@@ -31,6 +31,9 @@ CLASSES = 200
 _ROWS = 1 << 16  # whose scores are counted at a time
 BINS, REACH = 1024, 8.0
 """Scores are counted in this number of equal bins of asinh(score), from -REACH to REACH."""
+RESIDUAL_BINS, RESIDUAL_REACH = 80, 4.0
+"""Residuals are counted in this number of equal bins, from -RESIDUAL_REACH to RESIDUAL_REACH standard deviations of the
+training labels; those beyond are in the outermost bins."""
 
 
 class TestRecorder(Callback):
@@ -76,6 +79,8 @@ class TestRecorder(Callback):
     ) -> None:
         if isinstance(outputs, ClassScores):
             self._count_classes(outputs, batch, pl_module)
+        elif isinstance(outputs, NumberScores):
+            self._count_numbers(outputs, batch, pl_module)
         elif isinstance(outputs, EdgeScores):
             self._count_edges(outputs, batch)
         self._captured.clear()
@@ -160,6 +165,25 @@ class TestRecorder(Callback):
         features = features_of(arguments[0])
         if isinstance(features, Tensor):
             self._captured.append(features)
+
+    # ------------------------------------------------------------------------------------------ numbers
+
+    def _count_numbers(self, outputs: NumberScores, batch: Any, module: pl.LightningModule) -> None:
+        predicted, labels = outputs.predicted.detach().cpu(), outputs.labels.cpu()
+        self._facts |= {"task": "numbers", "deviation": outputs.deviation, "residual_reach": RESIDUAL_REACH}
+        place = ((predicted - labels) / outputs.deviation).nan_to_num(RESIDUAL_REACH) + RESIDUAL_REACH
+        bins = (place * (RESIDUAL_BINS / (2 * RESIDUAL_REACH))).clamp(0, RESIDUAL_BINS - 1).long()
+        self._add("residuals", torch.bincount(bins, minlength=RESIDUAL_BINS).numpy())
+        ids = _ids(batch)
+        if ids is None:
+            return
+        rows = self._sample(len(labels), "scored")
+        errors = (predicted - labels).abs()[rows]
+        self._keep(ids=ids[batch.seeds[rows].cpu()], score=errors, true=labels[rows], predicted=predicted[rows])
+        rows = self._sample(len(labels), "hidden")
+        hidden = self._hidden_rows(module, batch, rows)
+        if hidden is not None:
+            self._hidden.append((ids[batch.seeds[rows].cpu()], hidden, None))
 
     # ------------------------------------------------------------------------------------------ edges
 

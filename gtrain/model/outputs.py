@@ -23,6 +23,21 @@ class ClassScores:
 
 
 @dataclass(frozen=True)
+class NumberScores:
+    """Predicted numbers of the S seeds of a test batch, in the unit of the labels.
+
+    Attributes:
+        predicted: float64 ``[S]``.
+        labels: float64 ``[S]``.
+        deviation: standard deviation of the training labels.
+    """
+
+    predicted: Tensor
+    labels: Tensor
+    deviation: float
+
+
+@dataclass(frozen=True)
 class EdgeScores:
     """Scores and ranks of the B edges of a test batch.
 

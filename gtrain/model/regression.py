@@ -13,6 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.errors import ConfigError, DataError
 from gtrain.model.inputs import input_names, run_network
 from gtrain.model.module import MakeOptimizer, MeanLoss, OptimizedModule, log_mean_loss
+from gtrain.model.outputs import NumberScores
 from gtrain.model.regression_metrics import regression_metrics
 
 LOSSES: dict[str, Callable[..., Tensor]] = {"l1": F.l1_loss, "l2": F.mse_loss, "huber": F.huber_loss}
@@ -87,18 +88,20 @@ class NodeRegressor(OptimizedModule):
     def validation_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
         self._evaluate(batch, "val")
 
-    def test_step(self, batch: Data | HeteroData, batch_idx: int) -> None:  # type: ignore[override]
-        self._evaluate(batch, "test")
+    def test_step(self, batch: Data | HeteroData, batch_idx: int) -> NumberScores:  # type: ignore[override]
+        return self._evaluate(batch, "test")
 
     def predict_step(self, batch: Data | HeteroData, batch_idx: int) -> Tensor:
         """Return the predictions of the seeds, [S, 1], in the unit of the labels."""
         return self(batch)[batch.seeds].double() * self.deviation + self.mean
 
-    def _evaluate(self, batch: Data | HeteroData, split: str) -> None:
+    def _evaluate(self, batch: Data | HeteroData, split: str) -> NumberScores:
         _, _, outputs, targets = self._step(batch, split)
         metrics = self.val_scores if split == "val" else self.test_scores
-        metrics.update((outputs.double() - targets) * self.deviation, targets * self.deviation)
+        predicted, labels = outputs.double() * self.deviation, targets * self.deviation
+        metrics.update(predicted - labels, labels)
         self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
+        return NumberScores(predicted + self.mean, labels + self.mean, self.deviation)
 
     def _step(self, batch: Data | HeteroData, split: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the mean loss over the seeds, which may be none, their number, their outputs and their targets.

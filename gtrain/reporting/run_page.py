@@ -82,7 +82,7 @@ def make_sections(run: RunRecord) -> list[Section]:
     relations = None if store is None or task != "edges" else graph.relation_names(store)
     tested = scores.figures(run, classes, relations)
     if store is not None:
-        tested += scores.by_degree(graph.scored_rows(run, store), task == "edges")
+        tested += scores.by_degree(graph.scored_rows(run, store), task)
     sections = [
         Section("timeline", "Failures and restarts", figures.timeline(run)),
         Section("curves", "Training", figures.curves(run)),

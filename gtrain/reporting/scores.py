@@ -1,4 +1,4 @@
-"""Figures of a test: confusion matrix, ROC and precision-recall curves, ranks, scores by relation."""
+"""Figures of a test: confusion matrix, ROC and precision-recall curves, residuals, ranks, scores by relation."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gtrain.record.run import Row, RunRecord
-from gtrain.reporting.style import BLUE, HEAT, NEUTRAL, Figure, Table, colour, make_figure
+from gtrain.reporting.style import BLUE, HEAT, NEUTRAL, Figure, Table, colour, make_figure, thin
 
 _DRAWN = 8
 """Classes whose curves are drawn one by one, the most frequent ones."""
 _RELATIONS = 24
+_POINTS = 2000
+"""Nodes whose predicted numbers are drawn."""
 Counts = NDArray[np.int64]
 
 
@@ -34,7 +36,7 @@ def figures(run: RunRecord, class_names: list[str] | None, relation_names: list[
     if not run.tests:
         return []
     by_class = [*_confusion(run, class_names), *_curves(run, class_names)]
-    return [*by_class, *_ranks(run), *_relations(run, relation_names)]
+    return [*by_class, *_predictions(run), *_residuals(run), *_ranks(run), *_relations(run, relation_names)]
 
 
 def _confusion(run: RunRecord, names: list[str] | None) -> list[Figure]:
@@ -153,6 +155,69 @@ def _corners(x: NDArray[Any], y: NDArray[Any]) -> list[tuple[float, float]]:
     return [(round(float(a), 4), round(float(b), 4)) for a, b in points[keep]]
 
 
+def _predictions(run: RunRecord) -> list[Figure]:
+    """Predicted against true numbers, of a sample."""
+    scored = [test["scored"] for test in run.tests]
+    true, predicted = (
+        np.asarray([value for each in scored for value in each.get(name, ())]) for name in ("true", "predicted")
+    )
+    shown = np.isfinite(predicted)
+    if not shown.any():
+        return []
+    points = thin(list(zip(true[shown].tolist(), predicted[shown].tolist(), strict=True)), _POINTS)
+    low, high = (float(bound(points)) for bound in (np.min, np.max))
+    scale = alt.Scale(domain=[low, high], nice=True, zero=False)
+    line = alt.Chart(alt.Data(values=[{"x": low, "y": low}, {"x": high, "y": high}])).mark_line(
+        color=NEUTRAL, strokeDash=[4, 4], strokeWidth=1
+    ).encode(x="x:Q", y="y:Q")  # fmt: skip
+    rows: Table = [{"true": float(f"{x:.6g}"), "predicted": float(f"{y:.6g}")} for x, y in points]
+    dots = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_circle(color=BLUE, opacity=0.45, size=16)
+        .encode(
+            x=alt.X("true:Q", title="true number", scale=scale),
+            y=alt.Y("predicted:Q", title="predicted number", scale=scale),
+            tooltip=["true:Q", "predicted:Q"],
+        )
+    )
+    slope = float(np.corrcoef(true[shown], predicted[shown])[0, 1]) if shown.sum() > 1 else float("nan")
+    text = f"Predicted against true numbers of {len(points):,} test nodes; their correlation is {slope:.3f}."
+    note = f"A sample of {len(points):,}; predictions on the dashed line are exact."
+    return [make_figure("predictions", "Predicted and true numbers", text, line + dots, note=note)]
+
+
+def _residuals(run: RunRecord) -> list[Figure]:
+    """Histogram of residuals, predicted less true, of all test nodes."""
+    counts = test_counts(run, "residuals")
+    if counts is None or not counts.sum():
+        return []
+    deviation, reach = (float(run.tests[0][name]) for name in ("deviation", "residual_reach"))
+    edges = np.linspace(-reach, reach, len(counts) + 1) * deviation
+    # Narrower than the bins of the record where all residuals are small.
+    first, last = (int(np.nonzero(counts)[0][end]) for end in (0, -1))
+    rows: Table = [
+        {"low": float(edges[number]), "high": float(edges[number + 1]), "nodes": int(counts[number])}
+        for number in range(first, last + 1)
+    ]
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_bar(color=BLUE)
+        .encode(
+            x=alt.X("low:Q", bin="binned", title="predicted less true", scale=alt.Scale(zero=False, nice=False)),
+            x2="high:Q",
+            y=alt.Y("nodes:Q", title="nodes"),
+            tooltip=[alt.Tooltip("low:Q", format=".4g"), alt.Tooltip("high:Q", format=".4g"), "nodes:Q"],
+        )
+    )
+    within = int(counts[np.abs(edges[:-1] + edges[1:]) / 2 < deviation].sum())
+    text = (
+        f"Histogram of the residuals of {int(counts.sum()):,} test nodes; {within / counts.sum():.1%} are below "
+        f"{deviation:.4g}, the standard deviation of the training labels."
+    )
+    note = f"The outermost bars have all residuals beyond {reach * deviation:.4g}." if counts[0] or counts[-1] else ""
+    return [make_figure("residuals", "Residuals", text, chart, note=note)]
+
+
 def _ranks(run: RunRecord) -> list[Figure]:
     counts = test_counts(run, "ranks")
     if counts is None or not counts.sum():
@@ -221,12 +286,16 @@ def _relations(run: RunRecord, names: list[str] | None) -> list[Figure]:
     return [make_figure("relations", "Score by relation", text, chart, note=note, height=height)]
 
 
-def by_degree(scored: list[Row], edges: bool) -> list[Figure]:
+_SCORES = {"edges": ("reciprocal rank", "mean reciprocal rank"), "numbers": ("absolute error", "mean absolute error")}
+"""The scores of nodes and edges by the task of the test; of classes: accuracy."""
+
+
+def by_degree(scored: list[Row], task: str) -> list[Figure]:
     """Return the mean score by in-degree.
 
     Args:
         scored: rows with ``degree`` and ``score``.
-        edges: whether the score is the reciprocal rank of an edge, and the degree that of its target.
+        task: of the test; the degree is that of an edge's target if it is ``edges``.
     """
     if not scored:
         return []
@@ -242,18 +311,17 @@ def by_degree(scored: list[Row], edges: bool) -> list[Figure]:
             "degree": labels[number],
             "score": mean,
             "low": max(mean - 2 * error, 0),
-            "high": min(mean + 2 * error, 1),
+            "high": mean + 2 * error if task == "numbers" else min(mean + 2 * error, 1),
         }
         rows.append({**row, "count": len(chosen)})
     order = [row["degree"] for row in rows]
-    what, title = ("reciprocal rank", "mean reciprocal rank") if edges else ("accuracy", "accuracy")
-    x = alt.X(
-        "degree:N", sort=order, title="in-degree of the target" if edges else "in-degree", axis=alt.Axis(labelAngle=0)
-    )
+    what, title = _SCORES.get(task, ("accuracy", "accuracy"))
+    of_target = "in-degree of the target" if task == "edges" else "in-degree"
+    x = alt.X("degree:N", sort=order, title=of_target, axis=alt.Axis(labelAngle=0))
     base = alt.Chart(alt.Data(values=rows)).encode(x=x)
     tooltip = ["degree:N", alt.Tooltip("score:Q", format=".4f", title=what), "count:Q"]
     chart = base.mark_bar(color=BLUE).encode(y=alt.Y("score:Q", title=title), tooltip=tooltip)
     chart += base.mark_rule(strokeWidth=1.5).encode(y="low:Q", y2="high:Q")
-    text = f"Mean {what} by in-degree: " + ", ".join(f"{row['degree']}: {row['score']:.3f}" for row in rows) + "."
+    text = f"Mean {what} by in-degree: " + ", ".join(f"{row['degree']}: {row['score']:.4g}" for row in rows) + "."
     note = f"A sample of {len(scored):,}; the lines are two standard errors."
     return [make_figure("degree", "Score by degree", text, chart, note=note)]
