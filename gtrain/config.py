@@ -29,6 +29,8 @@ VERBS = {
     "export": "write the embedding of every node by name (format=npy, parquet, tsv or pbg_hdf5) to output=",
     "partition": "make the partitioned store and print edge cut, halo sizes and balance",
     "schema": "print what becomes of each column of data=tables (format=json for programs)",
+    "score": "print the best answers of a model=kg by name: score run=FOLDER 'HEAD,RELATION,?' [k=N] [filtered=true]",
+    "neighbors": "print the nearest entities of a model=kg by name: neighbors run=FOLDER NAME... [k=N] [index=FILE]",
     "plan": "print what every strategy would cost with these settings, and recommend one; trains nothing",
     "serve": "start one server of role= by hand, at cluster.rendezvous=",
     "key": "make the file cluster.key_file=, with which a job's processes authenticate each other on a network",
@@ -44,8 +46,8 @@ PREPARING = ("partition", "schema")
 """The verbs of which one process of one machine does all."""
 APPLYING = ("test", "predict", "export")
 """The verbs that apply a checkpoint."""
-VERBS_WITH_WORDS = ("explain", "report", "runs", "trace", "watch")
-"""Verbs that are followed by words: topics, or folders of runs."""
+VERBS_WITH_WORDS = ("explain", "neighbors", "report", "runs", "score", "trace", "watch")
+"""Verbs that are followed by words: topics, folders of runs, names, or questions."""
 
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 """Keyword arguments of Hydra's entry points; releases after 1.3 deprecate the keyword and always behave so."""
@@ -89,7 +91,7 @@ class JobConfig(Settings):
             "parquet": "columns `id` (the name, if nodes have names), `values` and, for scores of classes, "
             "`prediction`",
             "tsv": "`export`: a name and its values on each line, see [pbg](pbg.md#evaluation-and-checkpoints)",
-            "pbg_hdf5": "`export`: PyTorch-BigGraph's files, see [pbg](pbg.md#evaluation-and-checkpoints)",
+            "pbg_hdf5": "`export`: PyTorch-BigGraph's files, see [pbg](query.md#in-pytorch-biggraph)",
         },
     )
     allow_targets: list[str] = setting(

@@ -91,7 +91,9 @@ LATE = {
     "gtrain.cli.entry": {
         "gtrain.doctor.packages",
         "gtrain.doctor.report",
+        "gtrain.kernel_cache",
         "gtrain.plan.command",
+        "gtrain.query.command",
         "gtrain.reporting.command",
         "gtrain.reporting.listing",
         "gtrain.reporting.sweep",

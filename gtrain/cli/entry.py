@@ -149,6 +149,15 @@ def main() -> None:
 
             watch.main(inherit.folders([argument for argument in arguments if argument != "verb=watch"]))
             return
+        if "verb=score" in arguments or "verb=neighbors" in arguments:
+            from gtrain.kernel_cache import find_cache
+            from gtrain.query import command as query
+
+            find_cache()
+            verb = "score" if "verb=score" in arguments else "neighbors"
+            ask = query.score if verb == "score" else query.neighbors
+            ask([argument for argument in arguments if argument != f"verb={verb}"])
+            return
         _typed[:] = arguments
         # Of several strategies, as each job of a sweep may have another one.
         several = ("-m", "--multirun", "hydra.mode=MULTIRUN", "verb=plan", "strategy=auto")

@@ -16,7 +16,7 @@ from packaging.version import Version
 CONTENT = tomllib.loads((REPO / "pyproject.toml").read_text())
 PROJECT = CONTENT["project"]
 NEEDED = [Requirement(line) for line in PROJECT["dependencies"]]
-EXTRAS = ("entities", "hdf5", "ray")
+EXTRAS = ("entities", "hdf5", "index", "ray")
 OPTIONAL = [Requirement(line) for extra in EXTRAS for line in PROJECT["optional-dependencies"][extra]]
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 UNIX = {"sys_platform": "linux", "os_name": "posix", "platform_system": "Linux"}
