@@ -134,13 +134,12 @@ def files_beside(path: Path, fmt: str) -> dict[str, Path]:
     """
     if fmt == "pbg_hdf5":
         return {}
-    stem = path.with_suffix("") if path.suffix == f".{fmt}" else path
     endings = {
         "model": "model.json",
         "relations": f"relations.{'npz' if fmt == 'npy' else fmt}",
         "biases": "biases.npy",
     }
-    return {content: stem.with_name(f"{stem.name}.{ending}") for content, ending in endings.items()}
+    return {content: path.with_name(f"{path.name}.{ending}") for content, ending in endings.items()}
 
 
 def write_beside(path: Path, fmt: str, model: ScoringModel, biases: Numbers | None) -> list[Path]:

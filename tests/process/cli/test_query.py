@@ -37,7 +37,7 @@ def test_questions_to_a_run_without_its_data(strategy: str, tmp_path: Path) -> N
     lines = [line.split("\t") for line in (tmp_path / "x.tsv").read_text().splitlines()]
     rows = {name: np.array(numbers, float) for name, *numbers in lines}
     assert set(rows) == known
-    lines = [line.split("\t") for line in (tmp_path / "x.relations.tsv").read_text().splitlines()]
+    lines = [line.split("\t") for line in (tmp_path / "x.tsv.relations.tsv").read_text().splitlines()]
     parameters = {tuple(line[i] for i in (0, 1, 3)): np.array(line[5:], float) for line in lines}
 
     def score(head: str, tail: str) -> float:

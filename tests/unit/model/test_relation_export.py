@@ -71,17 +71,17 @@ def test_parameters_by_name_in_every_format(tmp_path: Path) -> None:
         path = tmp_path / f"vectors.{fmt}"
         written = write_beside(path, fmt, scoring, np.arange(N, dtype=np.float32))
         assert written == list(files_beside(path, fmt).values())
-        with pytest.raises(ConfigError, match=r"vectors\.model\.json exists already"):
+        with pytest.raises(ConfigError, match=r"vectors\.\w+\.model\.json exists already"):
             check_output(path, fmt, beside=True)
-    described = json.loads((tmp_path / "vectors.model.json").read_text())
+    described = json.loads((tmp_path / "vectors.tsv.model.json").read_text())
     assert described["entities"] == {"user": 5, "item": 4} and described["bias"] and described["comparator"] == "dot"
     assert [group["relations"] for group in described["groups"]] == [["relation 0", "relation 2"], ["relation 1"]]
     assert described["groups"][1] | {"heads": "user", "tails": "user", "operator": "affine"} == described["groups"][1]
-    arrays = np.load(tmp_path / "vectors.relations.npz")
+    arrays = np.load(tmp_path / "vectors.npy.relations.npz")
     assert len(arrays.files) == 2 * 1 + 2 * 2
     assert np.array_equal(arrays["1.backwards.matrix"], backwards.matrix.detach().numpy())
-    rows = pq.read_table(tmp_path / "vectors.relations.parquet").to_pylist()
-    lines = [line.split("\t") for line in (tmp_path / "vectors.relations.tsv").read_text().splitlines()]
+    rows = pq.read_table(tmp_path / "vectors.parquet.relations.parquet").to_pylist()
+    lines = [line.split("\t") for line in (tmp_path / "vectors.tsv.relations.tsv").read_text().splitlines()]
     assert len(rows) == len(lines) == 2 * 2 + 4
     for row, line in zip(rows, lines, strict=True):
         assert [row[name] for name in ("relation", "direction", "operator", "parameter")] == line[:4]
@@ -90,7 +90,7 @@ def test_parameters_by_name_in_every_format(tmp_path: Path) -> None:
     chosen = [row for row in rows if row["relation"] == "relation 1" and row["direction"] == "forwards"]
     assert chosen[0]["parameter"] == "matrix" and chosen[0]["shape"] == [4, 4]
     assert np.array_equal(chosen[0]["values"], forwards.matrix.detach().numpy().ravel())
-    assert np.array_equal(np.load(tmp_path / "vectors.biases.npy"), np.arange(N))
+    assert np.array_equal(np.load(tmp_path / "vectors.npy.biases.npy"), np.arange(N))
 
 
 @pytest.mark.parametrize(("operator", "comparator"), some_slow(product(OPERATORS, COMPARATORS), 3))

@@ -81,7 +81,7 @@ class Exported:
         biases = model.entities.biases_of(ids)
         self.biases: Floats = np.zeros(len(ids)) if biases is None else biases.numpy()
         write_beside(folder / "x.npy", "npy", self.model, None if biases is None else self.biases)
-        path = folder / "x.relations.npz"
+        path = folder / "x.npy.relations.npz"
         self.parameters = dict(np.load(path)) if path.exists() else {}
 
     def score(self, head: int, relation: str, tail: int, *, to_tail: bool) -> float:
