@@ -74,7 +74,8 @@ def open_run(
         model = build.make_model({"_target_": TARGET, **settings}, graph)
     assert isinstance(model, KGEmbedding)
     model.eval().requires_grad_(False)
-    return OpenedRun(earlier.folder, path, _load(path, model, graph, memory), graph, model)
+    trained_by = str(OmegaConf.select(earlier.composed, "strategy.name"))
+    return OpenedRun(earlier.folder, path, _load(path, model, graph, memory, trained_by), graph, model)
 
 
 def _settings(earlier: EarlierRun) -> dict[str, Any]:
@@ -120,16 +121,23 @@ def _open_store(folder: Path, store: str | Path | None) -> Store:
     return Store.open(path)
 
 
-def _load(path: Path, model: KGEmbedding, store: Store, memory: int | None) -> str:
-    """Load the parameters of a checkpoint, whichever strategy wrote it; return its fingerprint."""
+def _load(path: Path, model: KGEmbedding, store: Store, memory: int | None, trained_by: str) -> str:
+    """Load the parameters of a checkpoint, whichever strategy wrote it; return its fingerprint.
+
+    Args:
+        path: the checkpoint.
+        model: without rows.
+        store: of the graph.
+        memory: see :func:`open_run`.
+        trained_by: the strategy of the run, which a checkpoint of an earlier release does not name.
+    """
     if path.is_file():
         raise CheckpointError(
             f"ckpt_path={path} was set; it is a file of Lightning, which does not say what its rows belong to.",
             hint="set ckpt_path to a checkpoint of gtrain, which is a folder.",
         )
     manifest = checkpoints.read_manifest(path)
-    writer = manifest.get("strategy")
-    reader = None if writer is None else backends.get(str(writer)).load_table_reader()
+    reader = backends.get(str(manifest.get("strategy") or trained_by)).load_table_reader()
     saved, rows = checkpoints.load_other(path, model, reader, checkpoints.numbering_of(model, store))
     state = saved["state_dict"]
     model.to(next(value.dtype for value in state.values() if value.is_floating_point()))

@@ -118,3 +118,16 @@ def test_pbg_begins_with_what_a_run_of_an_earlier_release_learned(archive: Path,
     new = [each for each in arguments if not each.startswith("ckpt_path=")]
     done = ok(gtrain(*new, "strategy.warm_start=runs/pbg", "strategy.num_partitions=2", cwd=tmp_path))
     assert "16 of 16" in done.stdout + done.stderr
+
+
+@each_archive
+@pytest.mark.slow
+def test_questions_to_runs_of_earlier_releases(archive: Path, tmp_path: Path) -> None:
+    """``single`` and ``ps`` learned the same vectors, and the checkpoint does not name the strategy."""
+    unpack(archive, tmp_path)
+    question, answers = ("entity 11,relation 0,?", "k=3", "format=json"), {}
+    for run in ("single_names", "ps_names", "pbg"):
+        text = ok(gtrain("score", f"run=runs/{run}", *question, cwd=tmp_path)).stdout
+        answers[run] = {each["name"]: each["score"] for each in json.loads(text)["answers"]}
+    assert answers["single_names"] == pytest.approx(answers["ps_names"], rel=1e-5)
+    assert len(answers["pbg"]) == 3 and answers["pbg"].keys() != answers["ps_names"].keys()
