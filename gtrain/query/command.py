@@ -83,7 +83,7 @@ def neighbors(arguments: Sequence[str]) -> None:
         if len(set(kinds)) > 1:
             raise ConfigError(
                 f"index={options.index} was set, and the names are of the types {', '.join(dict.fromkeys(kinds))}.",
-                hint="ask for names of one type, each type with a file of its own.",
+                hint="ask for names of one type, with a file for each type.",
             )
         path = Path(options.index)
         if path.exists():
@@ -93,8 +93,8 @@ def neighbors(arguments: Sequence[str]) -> None:
             index = model.build_index(path, entity_type=kinds[0], metric=options.metric)
     for kind in dict.fromkeys(kinds):
         mine = [name for name, of in zip(names, kinds, strict=True) if of == kind]
-        found = model.neighbors(mine, k=options.k, entity_type=kind, metric=options.metric, index=index)
-        for name, answers in zip(mine, found, strict=True):
+        nearest = model.neighbors(mine, k=options.k, entity_type=kind, metric=options.metric, index=index)
+        for name, answers in zip(mine, nearest, strict=True):
             _print_answers([name], answers, options.format, {"name": name})
 
 

@@ -145,8 +145,8 @@ class NeighborIndex:
         exact, _ = exact_neighbors(blocks(), queries, _NEAREST, self.metric, list(ids.split(1)))
         self.probes, groups = min(_FEWEST, self._index.nlist), self._index.nlist
         while self.probes < groups:
-            found = self.search(queries, _NEAREST + 1)  # with the query itself
-            hits = (found.unsqueeze(2) == exact.unsqueeze(1)).sum()
+            nearest = self.search(queries, _NEAREST + 1)  # with the query itself
+            hits = (nearest.unsqueeze(2) == exact.unsqueeze(1)).sum()
             if hits >= RECALL * exact.numel():
                 break
             self.probes = min(2 * self.probes, groups)

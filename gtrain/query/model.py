@@ -114,8 +114,8 @@ class TrainedModel:
             ids = given + self._first(given_type)
             every = known_answers(self._opened.store, ids, torch.tensor([number]), tails)
             known = [ids - self._first(answer_type) for ids in every]
-        found = group.answers(given, local, k, known, tails=tails)
-        return self._answers(answer_type, *found)[0]
+        ids, scores = group.answers(given, local, k, known, tails=tails)
+        return self._answers(answer_type, ids, scores)[0]
 
     def score(self, head: str, relation: str | None, tail: str) -> tuple[float, float]:
         """Return the scores of an edge: of the tail for the head, and of the head for the tail.
@@ -169,20 +169,20 @@ class TrainedModel:
             measure = metric or self.metric
             if measure not in METRICS:
                 raise ConfigError(f"metric={measure} was set.", hint=f"the metrics are {', '.join(METRICS)}.")
-            found, scores = exact_neighbors(self._blocks(entity_type), queries, k, measure, own)
-            found = torch.where(scores.isneginf(), -1, found)
+            nearest, scores = exact_neighbors(self._blocks(entity_type), queries, k, measure, own)
+            nearest = torch.where(scores.isneginf(), -1, nearest)
         else:
             index.check(f"{self._opened.fingerprint} {entity_type}", metric)
-            measure, found = index.metric, index.search(queries, k + 1)
+            measure, nearest = index.metric, index.search(queries, k + 1)
             # An entity's own row is the nearest one, but an approximate search may miss it.
-            order = (found == ids.unsqueeze(1)).int().argsort(dim=1, stable=True)[:, :k]
-            found = found.gather(1, order)
-            found = torch.where(found == ids.unsqueeze(1), -1, found)
+            order = (nearest == ids.unsqueeze(1)).int().argsort(dim=1, stable=True)[:, :k]
+            nearest = nearest.gather(1, order)
+            nearest = torch.where(nearest == ids.unsqueeze(1), -1, nearest)
         # From the rows themselves: sums of squares lose digits in blocked products, and an index may quantize.
-        vectors = self._vectors(entity_type, found.clamp(min=0).flatten()).view(*found.shape, -1)
-        scores = torch.where(found < 0, -torch.inf, similarities(queries, vectors, measure))
+        vectors = self._vectors(entity_type, nearest.clamp(min=0).flatten()).view(*nearest.shape, -1)
+        scores = torch.where(nearest < 0, -torch.inf, similarities(queries, vectors, measure))
         order = scores.argsort(dim=1, descending=True, stable=True)
-        return self._answers(entity_type, found.gather(1, order), scores.gather(1, order))
+        return self._answers(entity_type, nearest.gather(1, order), scores.gather(1, order))
 
     def build_index(
         self, path: str | Path | None = None, *, entity_type: str | None = None, metric: str | None = None
@@ -235,9 +235,9 @@ class TrainedModel:
             return entity_type
         having = {kind: each.find(names) >= 0 for kind, each in self._types.items()}
         for place, name in enumerate(names):
-            if not any(found[place] for found in having.values()):
+            if not any(known[place] for known in having.values()):
                 raise unknown(name, list(self._types.values()))
-        every = [kind for kind, found in having.items() if bool(found.all())]
+        every = [kind for kind, known in having.items() if bool(known.all())]
         if len(every) != 1:
             what = f"{', '.join(names)} were given" if names else "no type was given"
             are = f"{', '.join(every)} have entities of these names" if every else "no type has all of them"

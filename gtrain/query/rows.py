@@ -57,8 +57,8 @@ class SavedTableStorage(RemoteTableStorage):
         rows = torch.empty(len(wanted), self.table.dim, dtype=self._dtype)
         for piece_ids, piece in self._saved.pieces():
             positions = torch.searchsorted(wanted, piece_ids).clamp(max=len(wanted) - 1)
-            found = (wanted[positions] == piece_ids).nonzero().flatten() if len(wanted) else positions[:0]
-            rows[positions[found]] = piece[found].to(rows)
+            present = (wanted[positions] == piece_ids).nonzero().flatten() if len(wanted) else positions[:0]
+            rows[positions[present]] = piece[present].to(rows)
         return rows[inverse]
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
