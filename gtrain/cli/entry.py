@@ -28,7 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from gtrain import __version__, backends, config, messages, targets
-from gtrain.cli import auto, explain, inherit, sweeps
+from gtrain.cli import auto, explain, inherit, search, sweeps
 from gtrain.cli.hydra_changes import ComposedOnce, with_lazy_help
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.launch import launchers
@@ -251,6 +251,7 @@ def _prepare_hydra(*, sweep: bool = False) -> None:
     config.register(sweep=sweep)
     launchers.register()
     sweeps.register()
+    search.register()
     composed = ComposedOnce(ConfigLoaderImpl.load_configuration, lambda cfg: targets.check_hydra(cfg.hydra, _typed))
     ConfigLoaderImpl.load_configuration = composed.method()  # type: ignore[method-assign]
     config.register_resolver("gtrain.strategies", backends.descriptions)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from gtrain.record.run import RunRecord
 from gtrain.record.scores import better
+from gtrain.record.trials import REPORTER
 from gtrain.reporting.listing import ListedRun, describe, find_folders
 from gtrain.reporting.watch import COLOURS
 
@@ -57,7 +58,8 @@ def _order(path: Path) -> tuple[int, str]:
 def _values(overrides: Sequence[str]) -> dict[str, str]:
     """Return what the command line of a job set: values by key, as text."""
     parsed = OverridesParser.create().parse_overrides([*overrides])
-    return {override.get_key_element().lstrip("+~"): override.get_value_string() for override in parsed}
+    values = {override.get_key_element().lstrip("+~"): override.get_value_string() for override in parsed}
+    return {key: value for key, value in values.items() if key != f"callbacks.{REPORTER}"}
 
 
 def _write(path: Path, jobs: Sequence[ListedRun], settings: dict[str, list[str]]) -> None:
@@ -75,9 +77,9 @@ def _table(jobs: Sequence[ListedRun], settings: dict[str, list[str]]) -> Table:
     known = [job.best for job in jobs if job.best is not None]
     first = better(next(iter(scores)), known) if len(scores) == 1 and known else None
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
-    for heading in ("job", *settings):
+    for heading in ("job", *_short(list(settings))):
         table.add_column(heading, overflow="fold")
-    for heading in (f"best {min(scores)}" if len(scores) == 1 else "best", "seconds"):
+    for heading in (f"best {min(scores)}" if len(scores) == 1 else "best", "epochs", "seconds"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for number, job in enumerate(jobs):
@@ -85,5 +87,21 @@ def _table(jobs: Sequence[ListedRun], settings: dict[str, list[str]]) -> Table:
         best = Text(_MISSING if job.best is None else f"{name}{job.best:.4f}", "bold" if job.best == first else "")
         seconds = _MISSING if job.seconds is None else f"{job.seconds:,.0f}"
         state = Text(job.state, COLOURS.get(job.state, "yellow"))
-        table.add_row(job.folder, *(texts[number] for texts in settings.values()), best, seconds, state)
+        values = [_rounded(texts[number]) for texts in settings.values()]
+        epochs = _MISSING if job.epochs is None else str(job.epochs)
+        table.add_row(job.folder, *values, best, epochs, seconds, state)
     return table
+
+
+def _short(keys: Sequence[str]) -> list[str]:
+    """Return the last part of each key, or the whole key where several have the same."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return [part if last.count(part) == 1 else key for key, part in zip(keys, last, strict=True)]
+
+
+def _rounded(text: str) -> str:
+    """Return a number with four digits, and any other text as it is."""
+    try:
+        return f"{float(text):.4g}" if len(text) > 8 else text
+    except ValueError:
+        return text

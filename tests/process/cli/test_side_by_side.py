@@ -36,6 +36,20 @@ def test_jobs_meet_and_have_the_results_of_single_jobs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_hydras_own_launchers(launcher: str, tmp_path: Path) -> None:
+    """Jobs of two ranks in processes that joblib or submitit starts."""
+    package = launcher.partition("_")[0]
+    pytest.importorskip(f"hydra_plugins.hydra_{package}_launcher", reason=f"hydra-{package}-launcher is not installed")
+    settings = ("strategy=sar", "trainer.num_nodes=2", *SMALL[1:])
+    sweep = ("--multirun", f"hydra/launcher={launcher}", "hydra.sweep.dir=sweep", "seed=3,4")
+    assert "table as CSV" in ok(gtrain(*sweep, *settings, cwd=tmp_path)).stdout
+    ok(forked.gtrain(*settings, "seed=4", "hydra.run.dir=alone", cwd=tmp_path))
+    assert summary(tmp_path / "sweep" / "1")["metrics"] == summary(tmp_path / "alone")["metrics"]
+    assert summary(tmp_path / "sweep" / "0")["metrics"] != summary(tmp_path / "alone")["metrics"]
+
+
+@pytest.mark.slow
 def test_a_job_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     done = gtrain(*SWEEP, *SMALL, "model.hidden_channels=-1,8", cwd=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr, show(done)

@@ -1,0 +1,320 @@
+"""``hydra/sweeper=optuna``: search for the settings with the best score, by Optuna's ask and tell. Light."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from gtrain.errors import ConfigError
+from gtrain.record.scores import lower_is_better
+from gtrain.record.trials import PRUNED, PRUNERS, REPORTER, make_pruner
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.distributions import BaseDistribution
+
+log = logging.getLogger(__name__)
+DATABASE = "optuna.db"
+_FOLDER = "folder"  # of the trial's job
+_SAMPLERS = ("tpe", "random")
+_DIRECTIONS = ("maximize", "minimize")
+
+
+class OptunaSweeper(Sweeper):
+    """Runs the trials of a study of Optuna, each as a job of the sweep.
+
+    A setting is searched where the command line or ``hydra.sweeper.params`` gives several values in Hydra's grammar:
+    ``choice(32,64)``, ``range(1,4)``, ``interval(0,0.7)``, ``tag(log,interval(1e-4,1e-1))``.
+
+    Args:
+        trials: how many jobs the study has at its end, with those of an earlier command that are finished.
+        jobs: how many jobs the launcher is given at a time.
+        params: settings in Hydra's grammar, by key; the command line comes before them.
+        direction: ``maximize`` or ``minimize`` the score; None: as is better for the score of the first job.
+        sampler: ``tpe`` or ``random``.
+        pruner: ends trials early that are worse than others were at that epoch: ``median``, ``hyperband`` or ``none``.
+        seed: of the sampler.
+        storage: database of the study, as a URL of SQLAlchemy; None: ``optuna.db`` in the folder of the sweep.
+        study: name of the study; one that the storage has is continued.
+    """
+
+    def __init__(
+        self,
+        trials: int,
+        jobs: int,
+        params: dict[str, Any] | None,
+        direction: str | None,
+        sampler: str,
+        pruner: str,
+        seed: int | None,
+        storage: str | None,
+        study: str,
+    ) -> None:
+        for name, number in (("trials", trials), ("jobs", jobs)):
+            if number < 1:
+                raise ConfigError(f"hydra.sweeper.{name}={number} was set; it must be 1 or more.", hint="try 20.")
+        for name, value, options in (
+            ("sampler", sampler, _SAMPLERS),
+            ("pruner", pruner, PRUNERS),
+            ("direction", direction or _DIRECTIONS[0], _DIRECTIONS),
+        ):
+            if value not in options:
+                raise ConfigError(
+                    f"hydra.sweeper.{name}={value} was set; it is one of {', '.join(options)}.",
+                    hint=f"leave out hydra.sweeper.{name} for the default.",
+                )
+        self._trials, self._jobs, self._params, self._direction = trials, jobs, params or {}, direction
+        self._sampler, self._pruner, self._seed, self._storage, self._name = sampler, pruner, seed, storage, study
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Store what the search needs; Hydra calls this before :meth:`sweep`."""
+        try:
+            import optuna
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "hydra/sweeper=optuna was set, and Optuna is not installed.", hint="pip install 'gtrain[optuna]'."
+            ) from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._context, self._folder = hydra_context, Path(str(config.hydra.sweep.dir))
+        self._config = config
+        self._launcher: Launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> float | None:
+        """Run trials until the study has as many as were set.
+
+        Returns:
+            The best score; None if no trial has one.
+
+        Raises:
+            ConfigError: no setting has several values, or the study was made with others.
+            Exception: that of the first job, if every one of the first jobs failed.
+        """
+        import optuna
+
+        texts = [f"{key}={value}" for key, value in self._params.items()] + arguments
+        parsed = OverridesParser.create(config_loader=self._context.config_loader).parse_overrides(texts)
+        settings = {override.get_key_element(): override for override in parsed}  # the last one of a key counts
+        space = {key: distribution(each) for key, each in settings.items() if each.is_sweep_override()}
+        fixed = [f"{key}={each.get_value_element_as_str()}" for key, each in settings.items() if key not in space]
+        if not space:
+            raise ConfigError(
+                "hydra/sweeper=optuna was set, and no setting has several values.",
+                hint="for example model.dropout='interval(0,0.7)', or a ready search: hparams_search=optuna.",
+            )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self._config, self._folder / "multirun.yaml")
+        storage = self._storage or f"sqlite:///{self._folder.absolute() / DATABASE}"
+        study = self._continued(storage)
+        while (left := self._trials - _finished(study)) > 0:
+            # Before a job has ended, nobody knows its score and whether less of it is better.
+            asked = optuna.create_study(sampler=self._new_sampler(0)) if study is None else study
+            try:
+                trials = [asked.ask(space) for _ in range(min(left, self._jobs))]
+            except ValueError as error:
+                raise ConfigError(
+                    f"the study {self._name} in {storage} has other values: {error}",
+                    hint="set hydra.sweeper.study to a new name, or hydra.sweep.dir to a new folder.",
+                ) from error
+            number = self._next_job()
+            jobs = [[*fixed, *(f"{key}={value}" for key, value in trial.params.items())] for trial in trials]
+            if study is not None:
+                for offset, (trial, job) in enumerate(zip(trials, jobs, strict=True)):
+                    trial.set_user_attr(_FOLDER, str((self._folder / str(number + offset)).absolute()))
+                    job += self._reporting(storage, trial)
+            results = self._launcher.launch(jobs, initial_job_idx=number)
+            scores = [_score(result) for result in results]
+            if study is None:
+                study = self._first(storage, number, results, scores, trials)
+            else:
+                _tell(study, trials, scores)
+        assert study is not None
+        return self._best(study)
+
+    def _new_sampler(self, done: int) -> optuna.samplers.BaseSampler:
+        """Return the sampler of a study with this many trials, which repeats none of their random numbers."""
+        import optuna
+
+        seed = None if self._seed is None else self._seed + done
+        if self._sampler == "random":
+            return optuna.samplers.RandomSampler(seed=seed)
+        return optuna.samplers.TPESampler(seed=seed, constant_liar=self._jobs > 1)
+
+    def _continued(self, storage: str) -> optuna.Study | None:
+        """Return the study that the storage has, None if there is none; repeat what a killed command left."""
+        import optuna
+
+        try:
+            study = optuna.load_study(study_name=self._name, storage=storage, pruner=make_pruner(self._pruner))
+        except KeyError:
+            return None
+        study.sampler = self._new_sampler(len(study.get_trials(deepcopy=False)))
+        mine = str(self._folder.absolute())
+        for trial in study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.RUNNING]):
+            if str(Path(str(trial.user_attrs.get(_FOLDER))).parent) == mine:
+                study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+                study.enqueue_trial(trial.params)
+        log.info("the study %s goes on after %d trials", self._name, _finished(study))
+        return study
+
+    def _first(
+        self,
+        storage: str,
+        number: int,
+        results: Sequence[JobReturn],
+        scores: Sequence[float | None],
+        trials: Sequence[optuna.Trial],
+    ) -> optuna.Study:
+        """Make the study once the first jobs have ended, and add them to it."""
+        import optuna
+
+        if all(score is None for score in scores):
+            for result in results:
+                _ = result.return_value  # raises the error of a job that failed
+            raise ConfigError(
+                "the first jobs ended without a score, so there is nothing to search for.",
+                hint="a search needs validation: see trainer.limit_val_batches and the data's validation split.",
+            )
+        names = [_score_name(self._folder / str(number + offset)) for offset in range(len(results))]
+        lower = next((lower_is_better(name) for name in names if name is not None), False)
+        study = optuna.create_study(
+            storage=storage,
+            study_name=self._name,
+            direction=self._direction or ("minimize" if lower else "maximize"),  # type: ignore[arg-type]  # a Literal
+            sampler=self._new_sampler(len(trials)),
+            pruner=make_pruner(self._pruner),
+        )
+        for offset, (trial, score) in enumerate(zip(trials, scores, strict=True)):
+            state = optuna.trial.TrialState.FAIL if score is None else optuna.trial.TrialState.COMPLETE
+            study.add_trial(
+                optuna.trial.create_trial(
+                    params=trial.params,
+                    distributions=trial.distributions,
+                    value=score,
+                    state=state,
+                    user_attrs={_FOLDER: str((self._folder / str(number + offset)).absolute())},
+                )
+            )
+        return study
+
+    def _next_job(self) -> int:
+        """Return the first number after those of the jobs that the sweep's folder has."""
+        return 1 + max((int(path.name) for path in self._folder.iterdir() if path.name.isdecimal()), default=-1)
+
+    def _reporting(self, storage: str, trial: optuna.Trial) -> list[str]:
+        """Return the settings by which a job reports its epochs, for the pruner."""
+        if self._pruner == "none":
+            return []
+        of_trial = {"storage": storage, "study": self._name, "number": trial.number, "pruner": self._pruner}
+        pairs = ",".join(f"{key}:{json.dumps(value)}" for key, value in of_trial.items())
+        return [f"+callbacks.{REPORTER}={{_target_:gtrain.callbacks.trial.TrialReporter,{pairs}}}"]
+
+    def _best(self, study: optuna.Study) -> float | None:
+        import optuna
+
+        if not study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.COMPLETE]):
+            return None
+        best = study.best_trial
+        settings = " ".join(f"{key}={value}" for key, value in best.params.items())
+        log.info("best of %d trials: %g by job %s: %s", _finished(study), best.value, _job(best), settings)
+        return best.value
+
+
+def distribution(override: Override) -> BaseDistribution:
+    """Return the distribution of Optuna for the values of an override.
+
+    Raises:
+        ConfigError: Optuna has none.
+    """
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        low, high, in_log = value.start, value.end, "log" in value.tags
+        if isinstance(low, int) and isinstance(high, int) and not isinstance(low, bool):
+            return IntDistribution(low, high, log=in_log)
+        return FloatDistribution(float(low or 0), float(high or 0), log=in_log)
+    if isinstance(value, RangeSweep):
+        start, stop, step = (number or 0 for number in (value.start, value.stop, value.step))
+        count = math.ceil((stop - start) / step) if step > 0 else 0
+        if count < 1:
+            raise ConfigError(
+                f"{override.input_line} was set; a search takes ranges that rise.", hint="range(1,4) is 1, 2 and 3."
+            )
+        if all(isinstance(number, int) for number in (start, stop, step)):
+            return IntDistribution(int(start), int(start + (count - 1) * step), step=int(step))
+        return FloatDistribution(float(start), float(start + (count - 1) * step), step=float(step))
+    assert isinstance(value, ChoiceSweep) or override.is_sweep_override()
+    return CategoricalDistribution([*override.sweep_string_iterator()])
+
+
+def _finished(study: optuna.Study | None) -> int:
+    return 0 if study is None else sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
+
+
+def _score(result: JobReturn) -> float | None:
+    """Return the score of a job, None if it failed or has no score; Hydra's launchers log the failure."""
+    if result.status != JobStatus.COMPLETED or result.return_value is None:
+        return None
+    value = float(result.return_value)
+    return value if math.isfinite(value) else None
+
+
+def _score_name(folder: Path) -> str | None:
+    """Return the name of the score that a job monitored."""
+    try:
+        best = json.loads((folder / "summary.json").read_text())["best"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return best["name"] if best is not None else None
+
+
+def _tell(study: optuna.Study, trials: Sequence[optuna.Trial], scores: Sequence[float | None]) -> None:
+    from optuna.trial import TrialState
+
+    for trial, score in zip(trials, scores, strict=True):
+        pruned = study.get_trials(deepcopy=False)[trial.number].user_attrs.get(PRUNED)
+        if score is None:
+            study.tell(trial, state=TrialState.FAIL)
+        elif pruned:
+            study.tell(trial, state=TrialState.PRUNED)
+        else:
+            study.tell(trial, score)
+
+
+def _job(trial: optuna.trial.FrozenTrial) -> str:
+    return Path(str(trial.user_attrs.get(_FOLDER, "?"))).name
+
+
+def register() -> None:
+    """Register the sweeper with Hydra, which creates plugins of the package ``hydra_plugins`` only."""
+    name = f"hydra_plugins.gtrain.{OptunaSweeper.__name__}"
+    Plugins.instance().class_name_to_class[name] = OptunaSweeper
+    node = {
+        "_target_": name,
+        "trials": 20,
+        "jobs": 1,
+        "params": None,
+        "direction": None,
+        "sampler": "tpe",
+        "pruner": "median",
+        "seed": 0,
+        "storage": None,
+        "study": "gtrain",
+    }
+    ConfigStore.instance().store(group="hydra/sweeper", name="optuna", node=node, provider="gtrain")
