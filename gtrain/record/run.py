@@ -125,8 +125,9 @@ class RunRecord:
         """``complete``, ``running``, ``failed``, ``refused``, ``interrupted`` or ``killed``."""
         if self.end:
             status = str(self.end["status"])
-            wrote = any(True for _ in record_folder(self.path).glob("*-*.jsonl"))
-            return "refused" if status == "failed" and not wrote and not self.cause else status
+            if status != "failed" or self.cause or any(record_folder(self.path).glob("*-*.jsonl")):
+                return status
+            return "refused"
         if self.summary is not None and not self.events:
             return "complete"
         return "running" if self.is_running() else "killed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -103,8 +104,15 @@ def main(arguments: list[str]) -> None:
 
 def list_runs(folder: Path) -> list[ListedRun]:
     """Return the runs in a folder and in its index, the newest last; jobs of sweeps are runs too."""
-    folders = {path.resolve(): path for path in (*find_folders(folder), *runs.recorded(folder))}
-    listed = [describe(RunRecord(path), _name(path, folder)) for path in folders.values()]
+    # Those that are found follow no links, so that the folder above them is resolved once for all.
+    top = folder.resolve()
+    folders = {top / path.relative_to(folder): path for path in find_folders(folder)}
+    folders |= {path.resolve(): path for path in runs.recorded(folder)}
+    gc.freeze()  # a thousand summaries make the collector traverse all imported objects often
+    try:
+        listed = [describe(RunRecord(path), _name(path, folder)) for path in folders.values()]
+    finally:
+        gc.unfreeze()
     return sorted(listed, key=lambda run: (run.started or 0.0, run.folder))
 
 
