@@ -98,7 +98,9 @@ def add_layer_time(
         )  # fmt: skip
 
 
-def add_scored_edges(estimate: Estimate, run: PlannedRun, edges: float, nodes: float, steps: float) -> None:
+def add_scored_edges(
+    estimate: Estimate, run: PlannedRun, edges: float, nodes: float, steps: float, kept: float = 1
+) -> None:
     """Add what a link task costs beside the layers: rows of the edges' ends, and ranking held-out edges.
 
     Args:
@@ -107,6 +109,7 @@ def add_scored_edges(estimate: Estimate, run: PlannedRun, edges: float, nodes: f
         edges: true edges that a rank scores in a step.
         nodes: nodes of a rank, which are candidates.
         steps: in an epoch.
+        kept: memory of ranking that stays allocated, in parts of what is needed.
     """
     work, model = run.workload, run.config["model"]
     rows, dim = 2 + negatives_of(run), work.layers[-1].outputs
@@ -115,9 +118,9 @@ def add_scored_edges(estimate: Estimate, run: PlannedRun, edges: float, nodes: f
         edges=edges, rows=rows, dim=dim, item=work.item,
     )  # fmt: skip
     estimate.add(
-        MEMORY, "scores of held-out edges against all nodes", "each * min(held_out, most / nodes) * nodes",
-        each=SCORE_BYTES + (work.item if model.get("filtered") else 0), held_out=work.num_held_out, most=CHUNK,
-        nodes=nodes,
+        MEMORY, "scores of held-out edges against all nodes", "kept * each * min(held_out, most / nodes) * nodes",
+        kept=kept, each=SCORE_BYTES + (work.item if model.get("filtered") else 0), held_out=work.num_held_out,
+        most=CHUNK, nodes=nodes,
     )  # fmt: skip
     estimate.add(
         BANDWIDTH, "rows of scored edges", "passes * edges * rows * dim * item * steps / gather",
