@@ -110,8 +110,10 @@ class PredictionWriter(pl.Callback):
         strategy: its group has the ranks that write.
         embeddings: write embeddings instead of the output of ``predict_step``: the output of the module's
             ``embed(batch)``, or else the input of its network's last layer.
+        node_type: the type of the nodes; None: that of the labels.
 
     Attributes:
+        every_type: whether the network returned rows of every node type.
         written: the files, once they are complete; of rank 0.
         notes: sentences about what the format cannot hold; of rank 0.
 
@@ -119,8 +121,18 @@ class PredictionWriter(pl.Callback):
         ConfigError: ``predict_step`` does not return one row per seed.
     """
 
-    def __init__(self, path: Path, fmt: str, store: Store, strategy: GraphStrategy, embeddings: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        fmt: str,
+        store: Store,
+        strategy: GraphStrategy,
+        embeddings: bool,
+        node_type: str | None = None,
+    ) -> None:
         self.path, self._format, self._store, self._embeddings = path, fmt, store, embeddings
+        self._node_type = node_type or target_type(store)
+        self.every_type = False
         self.written: list[Path] = []
         self.notes: list[str] = []
         # The strategy, not its process group, which does not exist yet.
@@ -129,14 +141,20 @@ class PredictionWriter(pl.Callback):
         self._width = 0  # columns
         self._ids: list[Tensor] = []
         self._captured: list[Tensor] = []  # inputs of the last layer
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
         self._dimensions: Mapping[str, int] = {}  # columns of each entity type, if they differ
         self._model: ScoringModel | None = None
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._embeddings and not isinstance(pl_module, Embeds):
             layer = last_layer(pl_module)
-            self._hook = layer.register_forward_pre_hook(lambda _, args: self._captured.append(features_of(args[0])))
+            hook = layer.register_forward_pre_hook(lambda _, args: self._captured.append(features_of(args[0])))
+            self._hooks.append(hook)
+        if (network := network_of(pl_module)) is not None:
+            self._hooks.append(network.register_forward_hook(self._check_types))
+
+    def _check_types(self, network: nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
+        self.every_type = isinstance(outputs, Mapping) and set(self._store.node_types) <= outputs.keys()
 
     def on_predict_batch_end(
         self,
@@ -164,15 +182,15 @@ class PredictionWriter(pl.Callback):
         self._ids.append(_orig_ids(batch)[batch.seeds])
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._hook is not None:
-            self._hook.remove()
+        while self._hooks:
+            self._hooks.pop().remove()
         if isinstance(pl_module, EmbedsTypes):
             self._dimensions = pl_module.dimensions
         if self._embeddings and isinstance(pl_module, HasRecipe):
             self._model = ScoringModel.of(pl_module.recipe(), self._store)
         ids = torch.cat(self._ids)
         width = int(self._strategy.group.all_reduce(torch.tensor([self._width]), "max"))
-        shape = (self._store.num_nodes_of(target_type(self._store)), width)
+        shape = (self._store.num_nodes_of(self._node_type), width)
         if self._format == "npy" and "source_nodes" in self._store.facts:
             shape, ids = (self._store.facts["source_nodes"], width), self._source_ids(ids)
         self._write_shared(shape, ids.numpy())
@@ -205,7 +223,7 @@ class PredictionWriter(pl.Callback):
 
     def _source_ids(self, ids: Tensor) -> Tensor:
         """Return the source data's ids of nodes. A source that left nodes out stored these ids as names."""
-        names = self._store.names(target_type(self._store))
+        names = self._store.names(self._node_type)
         # A data source with source_nodes names its nodes.
         assert names is not None
         return torch.tensor([int(name) for name in names.decode(ids)], dtype=torch.int64)
@@ -251,7 +269,7 @@ class PredictionWriter(pl.Callback):
         facts, model = self._store.facts, self._model
         values = np.load(self._scratch / _VALUES, mmap_mode="r")
         values, biases = (values[:, :-1], values[:, -1]) if model is not None and model.bias else (values, None)
-        node_type = target_type(self._store)
+        node_type = self._node_type
         done = self.path.with_name(self.path.name + ".done")
         if self._format == "pbg_hdf5":
             self._write_biggraph(done, values, biases)

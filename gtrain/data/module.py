@@ -10,7 +10,7 @@ import json
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args
@@ -125,6 +125,8 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
     refused before it is partitioned."""
     trained: Mapping[str, Any] | None = None
     """The facts of the data that a model was trained on, if it is applied to other data; see :meth:`follow`."""
+    predict_type: str | None = None
+    """The type of the nodes of :meth:`predict_dataloader`; None: that of the labels."""
     run_in_child: Callable[[Callable[[], Store]], dict[str, int]] | None = None
     """Calls a function in a child process and returns the child's peak memory in bytes: ranks prepare the store there.
     None: this process prepares the store."""
@@ -542,8 +544,8 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         return self._loader("test")
 
     def predict_dataloader(self) -> SeedLoader:
-        """Return the loader of batches over all nodes."""
-        return self._loader("predict")
+        """Return the loader of batches over all nodes, of the type :attr:`predict_type`."""
+        return replace(self._loader("predict"), node_type=self.predict_type)
 
     def _loader(self, split: str, *, shuffle: bool = False) -> SeedLoader:
         store = self.open_store()

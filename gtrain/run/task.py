@@ -27,8 +27,10 @@ from gtrain.callbacks.progress import ProgressLine
 from gtrain.callbacks.recorder import RunRecorder
 from gtrain.callbacks.test_record import TestRecorder
 from gtrain.config import APPLYING, PREPARING, plain
+from gtrain.data.batches.loader import target_type
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
+from gtrain.graph.store.manifest import safe_name
 from gtrain.graph.store.replica import RemoteFolder
 from gtrain.kernel_cache import find_cache
 from gtrain.launch import slot as slots
@@ -308,15 +310,65 @@ class Task:
             use_distributed_sampler=False,
         )
 
+    def _write(
+        self,
+        trainer: pl.Trainer,
+        model: pl.LightningModule,
+        data: GraphDataModule,
+        checkpoint: Path | str | None,
+        path: Path,
+        node_type: str | None = None,
+    ) -> PredictionWriter:
+        """Write a file of the nodes of one type; None: that of the labels."""
+        assert isinstance(trainer.strategy, GraphStrategy)
+        writer = PredictionWriter(path, self.format, data.open_store(), trainer.strategy, self.embeds, node_type)
+        data.predict_type = node_type
+        trainer.callbacks.append(writer)  # type: ignore[attr-defined]
+        trainer.predict(model, datamodule=data, ckpt_path=checkpoint, return_predictions=False)
+        trainer.callbacks.remove(writer)  # type: ignore[attr-defined]
+        return writer
+
+    def _write_types(
+        self,
+        trainer: pl.Trainer,
+        model: pl.LightningModule,
+        data: GraphDataModule,
+        checkpoint: Path | str | None,
+        first: PredictionWriter,
+    ) -> None:
+        """Write the embeddings of the other node types too, if the network has them: a folder with a file per type."""
+        store, output = data.open_store(), self.output
+        target = target_type(store)
+        if not first.every_type:
+            first.notes.append(
+                f"the network computes nodes of the type {target} alone, so that others are not written."
+            )
+            return
+        folder = output.with_name(output.name + ".types")
+        names = {node_type: f"{safe_name(node_type)}.{self.format}" for node_type in store.node_types}
+        for node_type in store.node_types:
+            if node_type != target:
+                self._write(trainer, model, data, checkpoint, folder / names[node_type], node_type)
+        if trainer.strategy.is_global_zero:
+            os.replace(output, folder / names[target])
+            os.replace(folder, output)
+        trainer.strategy.barrier()
+
     def _predict(
         self, trainer: pl.Trainer, model: pl.LightningModule, data: GraphDataModule, checkpoint: Path | str | None
     ) -> None:
         """Write the scores or the embedding of every node."""
         strategy = trainer.strategy
         assert isinstance(strategy, GraphStrategy)
-        writer = PredictionWriter(self.output, self.format, data.open_store(), strategy, self.embeds)
-        trainer.callbacks.append(writer)  # type: ignore[attr-defined]
-        trainer.predict(model, datamodule=data, ckpt_path=checkpoint, return_predictions=False)
+        writer = self._write(trainer, model, data, checkpoint, self.output)
+        store = data.open_store()
+        if (
+            self.embeds
+            and len(store.node_types) > 1
+            and not store.facts.get("entity_types")
+            and self.format != "pbg_hdf5"
+        ):
+            self._write_types(trainer, model, data, checkpoint, writer)
         if strategy.is_global_zero:
             for path in writer.written:
                 print(f"written: {path}")

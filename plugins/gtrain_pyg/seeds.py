@@ -245,7 +245,7 @@ def node_seeds(loader: SeedLoader, group: Group, time: str | int | None, *, all_
         time: the node tensor with times, or one time for all; None without times.
         all_ranks: take the seeds of all ranks, in the order of the source data.
     """
-    store, node_type = loader.store, target_type(loader.store)
+    store, node_type = loader.store, loader.seed_type
     part, offsets = group.rank, store.offsets_of(node_type)
     rows = _split_rows(store, loader.split, part, node_type)
     times: Tensor | None = None

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.backends import Serves
-from gtrain.data.batches.loader import SeedLoader, target_edge_type, target_type
+from gtrain.data.batches.loader import SeedLoader, target_edge_type
 from gtrain.data.batches.sampling import Sampling, check_hops, seed_time
 from gtrain.engine.local import LocalEngine
 from gtrain.graph.sampling.options import SamplingOptions
@@ -375,7 +375,7 @@ class PygStrategy(GraphStrategy):
         time: str | int | None = None
         if options.temporal is not None:
             # Nodes that no task asks about at some time are embedded by all that is known.
-            time = LATEST if loader.task == "link" else seed_time(store, options, target_type(store))
+            time = LATEST if loader.task == "link" else seed_time(store, options, loader.seed_type)
         return node_seeds(loader, self.group, time, all_ranks=all_ranks)
 
     def _plan(self, shard: Shard, options: SamplingOptions) -> PrefetchPlan:

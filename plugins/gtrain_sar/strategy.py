@@ -97,7 +97,7 @@ class SarStrategy(GraphStrategy):
             self._graph = self._batch_of_shard(shard, loader.store)
         if loader.seeds_are_edges:
             return LinkBatches(self._graph, SpreadEdges(self.group, loader), loader)
-        return [split_batch(self._graph, loader.split)]
+        return [split_batch(loader.targeted(self._graph), loader.split)]
 
     def _batch_of_shard(self, shard: GraphShard | HeteroShard, store: Store) -> Data | HeteroData:
         """Return the shard as a batch, whose tensors all splits and epochs share."""

@@ -52,6 +52,7 @@ class SeedLoader:
             the ``num_negatives`` of the module that it trains, see :meth:`set_num_negatives`.
         sampling: how a sampling strategy draws neighbours, and which negative edges a user's module gets.
         clock: returns the number of the next epoch if the caller counts epochs.
+        node_type: the type of the nodes of ``predict``; None: that of the labels.
     """
 
     store: Store
@@ -65,6 +66,7 @@ class SeedLoader:
     num_negatives: int = field(default=0, compare=False)
     sampling: Sampling = field(default_factory=Sampling)
     clock: Callable[[], int] | None = field(default=None, compare=False, repr=False)
+    node_type: str | None = None
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -86,10 +88,23 @@ class SeedLoader:
         return self.task == "link" and self.split != "predict"
 
     @property
+    def seed_type(self) -> str:
+        """The node type of seeds that are nodes."""
+        return self.node_type or target_type(self.store)
+
+    def targeted(self, graph: Batch) -> Batch:
+        """Return a graph whose ``target`` is the node type of the seeds: a shallow copy if it is another one."""
+        if not isinstance(graph, HeteroData) or self.seeds_are_edges or graph.target == self.seed_type:
+            return graph
+        copied = copy.copy(graph)
+        copied.target = self.seed_type
+        return copied
+
+    @property
     def num_seeds(self) -> int:
         """Number of the split's nodes, or edges, over all parts."""
         if self.split == "predict":
-            return self.store.num_nodes_of(target_type(self.store))
+            return self.store.num_nodes_of(self.seed_type)
         return num_link_seeds(self.store, self.split) if self.seeds_are_edges else self.store.split_size(self.split)
 
     def __iter__(self) -> Iterator[Data | HeteroData]:
@@ -143,7 +158,7 @@ class SeedLoader:
         """
         if self.seeds_are_edges:
             return edge_seeds(graph, self.store, self.split, self.negatives())
-        return node_seeds(graph, self.split)
+        return node_seeds(self.targeted(graph), self.split)
 
     def set_num_negatives(self, count: int | None) -> None:
         """Set the number of negative targets drawn for each edge to a module's ``num_negatives``; None means 0.
@@ -202,6 +217,7 @@ class SeedLoader:
         """
         self.refuse_sampling("this strategy draws no neighbours")
         epoch = self.next_epoch()
+        graph = self.targeted(graph)
         seeds = self.seeds(graph) if seeds is None else seeds
         if isinstance(seeds, Tensor):
             for positions in self.step_positions(seeds.numel(), epoch)[first:]:

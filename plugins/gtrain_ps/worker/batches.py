@@ -52,7 +52,8 @@ class WholeGraph:
     def for_loader(self, loader: SeedLoader) -> BatchSource:
         """Return the source of a loader's batches: sampled neighbourhoods if the user set a fan-out for training."""
         fan_out_set = loader.num_neighbors is not None or bool(loader.sampling.settings())
-        return SampledGraph(self._graph, loader) if fan_out_set and loader.split == "train" else self
+        sampled = fan_out_set and loader.split == "train"
+        return SampledGraph(self._graph, loader) if sampled else WholeGraph(loader.targeted(self._graph))
 
     def seeds(self, loader: SeedLoader) -> Tensor | EdgeSeeds:
         return loader.seeds(self._graph)
