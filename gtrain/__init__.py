@@ -11,7 +11,8 @@ The command line composes what this package offers to Python as well::
 
     run_local(main, num_nodes=2)
 
-The strategy class of every installed backend can be imported from this package by its name.
+The strategy class of every installed backend can be imported from this package by its name. Once a data module is
+imported, Lightning knows the backends by name too, with their default settings: ``pl.Trainer(strategy="sar")``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         if name != "GtrainError":
             _prepare()
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        if "lightning.pytorch" in sys.modules:
+            importlib.import_module("gtrain.strategy.names").register()
+        return value
     if name.endswith("Strategy"):
         from gtrain import backends
 

@@ -7,6 +7,7 @@ parent dies.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -118,6 +119,9 @@ def preload() -> None:
         importlib.import_module(PRELOAD)
     finally:
         gc.freeze()
+        if "triton" in sys.modules:
+            # At exit it would list each object of its own that is left as leaked.
+            atexit.register(gc.unfreeze)
         if collects:
             gc.enable()
 
