@@ -294,7 +294,7 @@ def _job(cfg: DictConfig) -> Any:
         # Delete the scratch folder now: a rank that is killed later would leave it behind.
         shutil.rmtree(hydra_config.sweep.dir, ignore_errors=True)
     overrides = list(hydra_config.overrides.task)
-    chosen = {group: hydra_config.runtime.choices.get(group) for group in ("strategy", "data", "model")}
+    chosen = _choices(cfg)
     # The first machine's command records the run.
     records = launchers.is_first() and cfg.cluster.rank in (None, 0)
     facts = {**chosen, "overrides": overrides, "num_nodes": cfg.trainer.num_nodes, "devices": cfg.trainer.devices}
@@ -341,7 +341,7 @@ def _checked_launch(cfg: DictConfig, overrides: list[str]) -> Any:
         return command.run(cfg, overrides, hydra_config.runtime.choices.get("experiment"))
     experiment = hydra_config.runtime.choices.get("experiment")
     if cfg.strategy.name == config.AUTO:
-        settled = auto.settle(cfg, overrides, _choices(), experiment, launch)
+        settled = auto.settle(cfg, overrides, _choices(cfg), experiment, launch)
         targets.settle(settled.cfg, _typed)
         return launch(settled.cfg, settled.choices, settled.overrides)
     sweep = hydra_config.mode == RunMode.MULTIRUN
@@ -349,13 +349,17 @@ def _checked_launch(cfg: DictConfig, overrides: list[str]) -> Any:
     if notice and launchers.is_first():
         print(notice, file=sys.stderr)
     targets.settle(cfg, _typed)
-    return launch(cfg, _choices(), overrides)
+    return launch(cfg, _choices(cfg), overrides)
 
 
-def _choices() -> dict[str, str]:
-    """Return the names of the chosen ``strategy``, ``data`` and ``model``."""
-    choices = HydraConfig.get().runtime.choices
-    return {group: str(choices[group]) for group in ("strategy", "data", "model")}
+def _choices(cfg: DictConfig) -> dict[str, str]:
+    """Return the names of the chosen ``strategy``, ``data`` and ``model``: options, or import paths that replace them."""
+    hydra_config = HydraConfig.get()
+    replaced = set(map(key_of, hydra_config.overrides.task))
+    return {
+        group: str(cfg[group]._target_ if f"{group}._target_" in replaced else hydra_config.runtime.choices[group])
+        for group in ("strategy", "data", "model")
+    }
 
 
 def launch(cfg: DictConfig, choices: dict[str, str], overrides: list[str]) -> Any:

@@ -142,7 +142,8 @@ class Task:
     def model_name(self) -> str:
         """What messages call the model: its option, or its import path if the model is not one of gtrain's."""
         target = str(self.config["model"].get("_target_"))
-        return f"model={self.choices['model']}" if target.startswith("gtrain.model.") else f"model._target_={target}"
+        is_option = target.startswith("gtrain.model.") and target != self.choices["model"]
+        return f"model={self.choices['model']}" if is_option else f"model._target_={target}"
 
     def run(self) -> float | None:
         if self.config["verb"] in ("predict", "export"):

@@ -156,8 +156,10 @@ def test_single_takes_mini_batches_of_seeds(tmp_path: Path) -> None:
 
 def test_any_network_of_pygs_by_target(tmp_path: Path) -> None:
     for target in ("torch_geometric.nn.GraphSAGE", "torch_geometric.nn.GCNConv"):
-        ok(gtrain(*QUICK, f"model._target_={target}", "hydra.run.dir=run", cwd=tmp_path))
-        assert summary(tmp_path / "run")["metrics"]["test/acc"] > 0.2
+        said = ok(gtrain(*QUICK, f"model._target_={target}", "hydra.run.dir=run", cwd=tmp_path)).stdout
+        done = summary(tmp_path / "run")
+        assert done["metrics"]["test/acc"] > 0.2
+        assert done["model"] == target and f"model={target}" in said, "and not the option that it replaces"
 
 
 def test_a_network_in_the_current_folder_and_a_config_dir(tmp_path: Path) -> None:
@@ -180,6 +182,7 @@ def test_a_network_in_the_current_folder_and_a_config_dir(tmp_path: Path) -> Non
         arguments = ["--config-dir", "conf", "model=mine", f"strategy={strategy}", *QUICK]
         ok(gtrain(*arguments, "trainer.precision=64-true", f"hydra.run.dir={strategy}", cwd=tmp_path))
         results.append(summary(tmp_path / strategy)["history"][-1]["train/loss"])
+        assert summary(tmp_path / strategy)["model"] == "mine"
     assert results[0] == pytest.approx(results[1], rel=1e-10)
 
 
