@@ -353,7 +353,7 @@ def _checked_launch(cfg: DictConfig, overrides: list[str]) -> Any:
 
 
 def _choices(cfg: DictConfig) -> dict[str, str]:
-    """Return the names of the chosen ``strategy``, ``data`` and ``model``: options, or import paths that replace them."""
+    """Return the names of the chosen ``strategy``, ``data`` and ``model``: options, or targets that replace them."""
     hydra_config = HydraConfig.get()
     replaced = set(map(key_of, hydra_config.overrides.task))
     return {
