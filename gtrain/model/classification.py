@@ -60,11 +60,13 @@ class Classifier(OptimizedModule):
         scheduler: makes a learning-rate scheduler from the optimizer, stepped once per epoch; None: none.
         monitor: the logged value that a ``ReduceLROnPlateau`` scheduler monitors.
         class_weights: weight of each class in the loss; None: all 1.
+        label_smoothing: share of the training target spread evenly over the classes (Szegedy et al. 2016, section 7);
+            over 0 and 1 of each label if a seed may carry several. Validation and test have the plain loss.
         test_metrics: the metrics of the test among acc, f1 and auc; validation skips auc for more than two classes,
             since it sorts the scores of each class.
 
     Raises:
-        ConfigError: the number of class weights is not that of the classes.
+        ConfigError: the number of class weights is not that of the classes, or ``label_smoothing`` is not a share.
     """
 
     def __init__(
@@ -77,10 +79,16 @@ class Classifier(OptimizedModule):
         scheduler: Callable[..., Any] | None = None,
         monitor: str = "val/loss",
         class_weights: Sequence[float] | None = None,
+        label_smoothing: float = 0.0,
         test_metrics: Sequence[str] = NAMES,
     ) -> None:
         super().__init__()
-        self.num_classes, self.multilabel = num_classes, multilabel
+        if not 0 <= label_smoothing < 1:
+            raise ConfigError(
+                f"model.label_smoothing={label_smoothing} was set; it must be at least 0 and below 1.",
+                hint="0 switches it off.",
+            )
+        self.num_classes, self.multilabel, self.label_smoothing = num_classes, multilabel, label_smoothing
         self._set_optimizers(optimizer, sparse_optimizer, scheduler, monitor)
         if class_weights is not None and len(class_weights) != num_classes:
             raise ConfigError(
@@ -130,16 +138,17 @@ class Classifier(OptimizedModule):
         scores, labels = self.seed_scores(batch), nodes.y[batch.seeds]
         # A loss of bfloat16 would have two digits, and its weight would not count beyond 256.
         scores = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
-        total, weight = self._summed(scores, labels)
+        total, weight = self._summed(scores, labels, self.label_smoothing if split == "train" else 0.0)
         return log_mean_loss(self, split, total, weight), weight, scores, labels
 
-    def _summed(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _summed(self, scores: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
         """Return the loss summed over the seeds, and the sum of their weights."""
         class_weights = None if self.class_weights is None else self.class_weights.to(scores.dtype)
         if self.multilabel:
-            total = F.binary_cross_entropy_with_logits(scores, labels.to(scores), class_weights, reduction="sum")
+            targets = labels.to(scores) * (1 - smoothing) + smoothing / 2
+            total = F.binary_cross_entropy_with_logits(scores, targets, class_weights, reduction="sum")
             return total, scores.new_full((), scores.numel())
-        total = F.cross_entropy(scores, labels, weight=class_weights, reduction="sum")
+        total = F.cross_entropy(scores, labels, weight=class_weights, reduction="sum", label_smoothing=smoothing)
         if class_weights is None:
             return total, scores.new_full((), labels.numel())
         return total, class_weights[labels].sum()
@@ -162,6 +171,8 @@ class NodeClassifier(Classifier):
         monitor: the logged value that a ``ReduceLROnPlateau`` scheduler monitors.
         class_weights: weight of each class in the loss; None: all 1. ``gtrain.run.task`` replaces
             ``model.class_weights=balanced`` by numbers.
+        label_smoothing: share of the training target spread evenly over the classes (Szegedy et al. 2016, section 7);
+            over 0 and 1 of each label if a seed may carry several. Validation and test have the plain loss.
         test_metrics: the metrics of the test among acc, f1 and auc; validation skips auc for more than two classes,
             since it sorts the scores of each class.
 
@@ -185,6 +196,7 @@ class NodeClassifier(Classifier):
         scheduler: Callable[..., Any] | None = None,
         monitor: str = "val/loss",
         class_weights: Sequence[float] | None = None,
+        label_smoothing: float = 0.0,
         test_metrics: Sequence[str] = NAMES,
     ) -> None:
         super().__init__(
@@ -195,6 +207,7 @@ class NodeClassifier(Classifier):
             scheduler=scheduler,
             monitor=monitor,
             class_weights=class_weights,
+            label_smoothing=label_smoothing,
             test_metrics=test_metrics,
         )
         self.encoder, self.network = encoder, network
@@ -231,6 +244,8 @@ class SparseClassifier(Classifier):
         scheduler: makes a learning-rate scheduler from the optimizer, stepped once per epoch; None: none.
         monitor: the logged value that a ``ReduceLROnPlateau`` scheduler monitors.
         class_weights: weight of each class in the loss; None: all 1.
+        label_smoothing: share of the training target spread evenly over the classes (Szegedy et al. 2016, section 7);
+            over 0 and 1 of each label if a seed may carry several. Validation and test have the plain loss.
         test_metrics: the metrics of the test among acc, f1 and auc.
 
     Shapes:
@@ -261,6 +276,7 @@ class SparseClassifier(Classifier):
         scheduler: Callable[..., Any] | None = None,
         monitor: str = "val/loss",
         class_weights: Sequence[float] | None = None,
+        label_smoothing: float = 0.0,
         test_metrics: Sequence[str] = NAMES,
     ) -> None:
         features, classes = _sizes(num_features, num_classes)
@@ -272,6 +288,7 @@ class SparseClassifier(Classifier):
             scheduler=scheduler,
             monitor=monitor,
             class_weights=class_weights,
+            label_smoothing=label_smoothing,
             test_metrics=test_metrics,
         )
         widths = [*[hidden_channels] * (num_layers - 1), classes]

@@ -20,6 +20,16 @@ class NetworkConfig(Settings):
     num_layers: int = setting(2, "layers", least=1)
     dropout: float = setting(0.5, "after each hidden layer", least=0, below=1, hint="0 switches it off.")
     norm: str | None = setting(None, "`batch`, `layer` or `none`")
+    jk: Any = setting(
+        None,
+        "jumping knowledge: a linear layer computes the scores from the `last` layer's output, or from those of all "
+        "layers: `cat` (concatenated), `max`, or `lstm` (summed with the weights of an LSTM)",
+        type="str or null",
+    )
+    residual: Any = setting(False, "add a layer's input to the output of its convolution", type="bool")
+    ego: Any = setting(
+        False, "a node's own representation has weights of its own, apart from its neighbours'", type="bool"
+    )
     act: Any = setting("relu", "activation", type="str or null")
     heads: int = setting(1, "attention heads", least=1)
     aggr: Any = setting("mean", "`mean`, `max` or `sum`", type="str")
@@ -38,6 +48,9 @@ class ModuleConfig(Settings):
         None,
         "one weight per class, or `balanced`: inverse class frequency in the training split",
         type="list or str or null",
+    )
+    label_smoothing: float = setting(
+        0.0, "share of the training target spread evenly over the classes", least=0, below=1
     )
     test_metrics: Any = setting(None, "additional torchmetrics of the test", type="dict or null")
     sparse_optimizer: Any = setting(

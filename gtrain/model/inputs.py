@@ -27,6 +27,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.utils import trim_to_layer
 
 from gtrain.errors import ConfigError, DataError, negative_weight, zero_weights
+from gtrain.model.skip import inner_conv
 from gtrain.nn.depth import hop_bounds
 from gtrain.protocols import ReadsEdgeData, WeighsLoss, batch_entry, network_of
 
@@ -87,7 +88,9 @@ def targets_only(network: nn.Module) -> Iterator[None]:
     PyG's trimming drops rows of a layer's input, but still transforms the last hop's nodes, which have no in-edges.
     Networks with layers that cannot separate sources from targets, or are slower then, are left as they are.
     """
-    if not isinstance(network, BasicGNN) or not all(isinstance(conv, _BIPARTITE) for conv in network.convs):
+    if not isinstance(network, BasicGNN) or not all(
+        isinstance(inner_conv(layer), _BIPARTITE) for layer in network.convs
+    ):
         yield
         return
     original, network._trim = network._trim, _TrimToTargets()

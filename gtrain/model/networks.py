@@ -1,4 +1,4 @@
-"""The built-in networks: PyG's models, unmodified, with common names of settings."""
+"""The built-in networks: PyG's models with common names of settings, and connections around their convolutions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.nn.models import GAT, GCN, GIN, MLP, GraphSAGE
+from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from gtrain.errors import ConfigError
+from gtrain.model.skip import add_connections
 
 _NORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "batch": ("BatchNorm", {}),
     # PyG's default mode normalises over all nodes of the graph at once.
     "layer": ("LayerNorm", {"mode": "node"}),
 }
+_JK = ("last", "cat", "max", "lstm")
+_WITHOUT_SELF: dict[type[nn.Module], dict[str, Any]] = {
+    GCN: {"add_self_loops": False},
+    GAT: {"add_self_loops": False},
+    GIN: {"eps": -1.0},  # GIN adds (1 + eps) x to the sum of the neighbours.
+}
+"""Settings by which convolutions that mix a node's own row with its neighbours' read the neighbours only."""
 
 
 class NodeMLP(nn.Module):
@@ -31,13 +40,37 @@ class NodeMLP(nn.Module):
         return scores
 
 
-def _build(model: type[nn.Module], input_dropout: float, norm: str | None, **settings: Any) -> nn.Module:
+def _build(
+    model: type[BasicGNN],
+    input_dropout: float,
+    norm: str | None,
+    residual: bool = False,
+    ego: bool = False,
+    jk: str | None = None,
+    **settings: Any,
+) -> nn.Module:
     heads, hidden = settings.get("heads", 1), settings["hidden_channels"]
     settings["dropout"] = float(settings.get("dropout", 0.0))
     if model is GAT and settings.get("concat", True) and hidden % heads:
         raise indivisible(hidden, heads)
     name, norm_kwargs = norm_settings(norm)
-    network = model(norm=name, norm_kwargs=norm_kwargs, **settings)
+    if jk is not None and jk not in _JK:
+        raise ConfigError(
+            f"model.jk={jk} was set.", hint=f"the kinds of jumping knowledge are {', '.join(_JK)}; or null."
+        )
+    for key, value in (("residual", residual), ("ego", ego)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"model.{key}={value} was set.", hint="choose true or false.")
+    if ego and model not in _WITHOUT_SELF:
+        raise ConfigError(
+            f"model.ego=true was set, and {model.__name__} always keeps a node and its neighbours apart.",
+            hint="remove model.ego.",
+        )
+    if ego:
+        settings = {**_WITHOUT_SELF[model], **settings}
+    network = model(norm=name, norm_kwargs=norm_kwargs, jk=jk, **settings)
+    if residual or ego:
+        add_connections(network, residual=residual, ego=ego)
     if input_dropout:
         network.register_forward_pre_hook(partial(_drop_inputs, p=input_dropout), with_kwargs=True)
     return network

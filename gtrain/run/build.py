@@ -37,6 +37,7 @@ _ANY_TARGET = {} if _UNRESTRICTED is None else {"_execution_whitelist_": _UNREST
 
 _SHARED = frozenset(defaults(NetworkConfig))
 _MODULE = frozenset(defaults(ModuleConfig))
+_CONNECTIONS = ("residual", "ego")
 _OPTIMIZERS = ("optimizer", "sparse_optimizer", "scheduler")
 
 
@@ -122,14 +123,15 @@ def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
         encoder=encoder,
         multilabel=bool(facts.get("multilabel")),
         class_weights=_class_weights(settings.get("class_weights"), store),
+        label_smoothing=settings.get("label_smoothing") or 0.0,
         **options,
     )
 
 
 def _check_regression(settings: dict[str, Any]) -> None:
     """Refuse settings of classifiers for labels that are numbers to predict."""
-    for name in ("class_weights", "test_metrics"):
-        if settings.get(name) is not None:
+    for name in ("class_weights", "label_smoothing", "test_metrics"):
+        if settings.get(name) not in (None, 0):
             raise ConfigError(
                 f"model.{name}={settings[name]} was set, and the labels are numbers to predict, not classes.",
                 hint=f"set model.{name}=null.",
@@ -302,7 +304,9 @@ def _network_settings(target: Any, settings: dict[str, Any], sizes: dict[str, An
     if "norm" in settings:
         settings["norm"], settings["norm_kwargs"] = norm_settings(settings["norm"])
     shared = {*_SHARED, "norm_kwargs"}
-    return {key: value for key, value in settings.items() if key not in shared or key in parameters}
+    # A network that takes no such connections must not train without them unnoticed.
+    asked = {key for key in _CONNECTIONS if settings.get(key)}
+    return {key: value for key, value in settings.items() if key not in shared - asked or key in parameters}
 
 
 def _class_weights(setting: Any, store: Store) -> list[float] | None:

@@ -56,6 +56,31 @@ def test_every_mode_and_number_of_ranks_on_a_planted_graph(sweep: Runner, model:
         assert [e["val/acc"] for e in run["history"]] == [e["val/acc"] for e in single["history"]]
 
 
+CONNECTED = {
+    "gcn": ["model=gcn", "model.ego=true", "model.residual=true", "model.jk=cat"],
+    "sage": ["model=sage", "model.residual=true", "model.jk=max", "model.norm=layer"],
+    "gat": ["model=gat", "model.hidden_channels=16", "model.heads=4", "model.ego=true", "model.residual=true"],
+    "gin": ["model=gin", "model.ego=true", "model.jk=lstm"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", CONNECTED)
+def test_connections_around_convolutions_and_smoothed_labels(sweep: Runner, model: str) -> None:
+    """Of three layers: the second has equal widths, and so a residual connection without weights."""
+    arguments = [*SMALL, *CONNECTED[model], *EXACT, "model.num_layers=3", "model.label_smoothing=0.1"]
+    arguments += ["trainer.max_epochs=3"]
+    (single,) = sweep("strategy=single", "strategy.layers=plain", *arguments, name="single")
+    found = sweep("strategy=single", *arguments, name="engine")
+    found += sweep("strategy=sar", "mode=1,2,3", "trainer.num_nodes=3", *arguments, name="sar")
+    whole = ["strategy=pyg", "data.num_neighbors=[-1,-1,-1]", "strategy.seeds=global", "data.batch_size=null"]
+    found += sweep(*whole, "trainer.num_nodes=2", *arguments, name="pyg")
+    assert [run["world_size"] for run in found] == [1, 3, 3, 3, 2]
+    for run in found:
+        for name in ("train/loss", "val/loss"):
+            assert worst(single, run, name) < 1e-10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["sage max", "gat"])
 def test_cora(sweep: Runner, real_data: Callable[[str], Path], model: str) -> None:

@@ -121,6 +121,7 @@ def test_what_does_not_predict_numbers_is_refused(houses: list[str], tmp_path: P
     for setting, said in (
         ("model=sparse", "predicts classes, and the labels are numbers to predict"),
         ("model.class_weights=balanced", "model.class_weights=balanced was set, and the labels are numbers"),
+        ("model.label_smoothing=0.1", "model.label_smoothing=0.1 was set, and the labels are numbers"),
         ("model.regression_loss=mse", "model.regression_loss=mse was set"),
         (
             "callbacks.checkpoint.monitor=val/acc",

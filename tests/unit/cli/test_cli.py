@@ -277,6 +277,8 @@ def documented_models() -> list[tuple[str, list[str]]]:
     own["gat"] = [key for key in own["gat"] if key != "gcn"] + own["gcn"]  # "those of"
     own["link_gcn"] = [key for key in own["link_gcn"] if key not in ("gcn", "sage")] + own["gcn"]  # "those of"
     own["link_sage"] = [*own["link_gcn"], "aggr"]
+    for name in ("sage", "link_sage"):
+        own[name] = [key for key in own[name] if key != "ego"]
     for name in ("gcn", "gin", "gat", "link_gcn"):
         own[name] = [key for key in own[name] if key not in ("sage", "aggr")]
     return sorted(own.items())
@@ -286,7 +288,7 @@ def documented_models() -> list[tuple[str, list[str]]]:
 def test_a_documented_setting_of_a_model_is_taken(model: str, keys: list[str]) -> None:
     common = ["score=val/auc", "monitor=val/acc", "optimizer.lr=0.5", "scheduler={_target_:x}"]
     common += ["sparse_optimizer._target_=gtrain.nn.RowwiseAdagrad", "sparse_optimizer.lr=0.1"]
-    common += [] if model in ("kg", "link_gcn", "link_sage") else ["class_weights=balanced"]
+    common += [] if model in ("kg", "link_gcn", "link_sage") else ["class_weights=balanced", "label_smoothing=0.1"]
     settings = [*common, *(f"{key}=1" for key in keys if not model.startswith("dgl_"))]
     cfg = compose("config", overrides=["paths.run=here", f"model={model}", *(f"model.{each}" for each in settings)])
     assert cfg.callbacks.checkpoint.monitor == "val/auc"

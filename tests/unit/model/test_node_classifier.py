@@ -55,6 +55,25 @@ def test_class_weights_weigh_loss_and_weight() -> None:
     torch.testing.assert_close(out["weight"], torch.tensor(weights)[b.y[:20]].sum())
 
 
+@pytest.mark.parametrize("class_weights", [None, [1.0, 2.0, 5.0]])
+def test_label_smoothing_is_torchs_and_of_the_training_only(class_weights: list[float] | None) -> None:
+    b, made = batch(), module(label_smoothing=0.2, class_weights=class_weights)
+    weights = None if class_weights is None else torch.tensor(class_weights)
+    expected = {e: F.cross_entropy(b.x[:20], b.y[:20], weight=weights, label_smoothing=e) for e in (0.0, 0.2)}
+    torch.testing.assert_close(made.training_step(b, 0)["loss"], expected[0.2])
+    torch.testing.assert_close(made._loss(b, "val")[0], expected[0.0])
+    assert abs(expected[0.2] - expected[0.0]) > 1e-3
+    with pytest.raises(ConfigError, match="label_smoothing=1 was set; it must be at least 0 and below 1"):
+        module(label_smoothing=1)
+
+
+def test_label_smoothing_of_several_labels_is_over_the_two_values_of_each() -> None:
+    b = batch(multilabel=True)
+    smooth = torch.where(b.y[:20] > 0, 0.9, 0.1)
+    out = module(multilabel=True, label_smoothing=0.2).training_step(b, 0)
+    torch.testing.assert_close(out["loss"], F.binary_cross_entropy_with_logits(b.x[:20], smooth))
+
+
 def test_several_labels_use_binary_cross_entropy() -> None:
     b = batch(multilabel=True)
     out = module(multilabel=True).training_step(b, 0)
