@@ -250,15 +250,16 @@ def distribution(override: Override) -> BaseDistribution:
             return IntDistribution(low, high, log=in_log)
         return FloatDistribution(float(low or 0), float(high or 0), log=in_log)
     if isinstance(value, RangeSweep):
-        start, stop, step = (number or 0 for number in (value.start, value.stop, value.step))
+        start, stop, step = (float(number or 0) for number in (value.start, value.stop, value.step))
         count = math.ceil((stop - start) / step) if step > 0 else 0
         if count < 1:
             raise ConfigError(
                 f"{override.input_line} was set; a search takes ranges that rise.", hint="range(1,4) is 1, 2 and 3."
             )
-        if all(isinstance(number, int) for number in (start, stop, step)):
-            return IntDistribution(int(start), int(start + (count - 1) * step), step=int(step))
-        return FloatDistribution(float(start), float(start + (count - 1) * step), step=float(step))
+        last = start + (count - 1) * step
+        if all(isinstance(number, int) for number in (value.start, value.stop, value.step)):
+            return IntDistribution(int(start), int(last), step=int(step))
+        return FloatDistribution(start, last, step=step)
     assert isinstance(value, ChoiceSweep) or override.is_sweep_override()
     return CategoricalDistribution([*override.sweep_string_iterator()])
 

@@ -26,6 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loggers")
     all_of_them = ("logger=[csv,tensorboard,wandb,mlflow]", "logger.wandb.offline=true")
     ok(forked.gtrain("strategy=sar", *DATA, *all_of_them, "hydra.run.dir=run", cwd=folder))
+    ok(forked.gtrain("predict", "run=run", cwd=folder))  # it has nothing to log, and makes no run of a tracker
     return folder
 
 
