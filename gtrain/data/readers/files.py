@@ -74,7 +74,13 @@ def find_folder(key: str, name: str, root: Path, hint: str) -> Path:
     for folder in paths:
         if folder.is_dir():
             return folder
-    raise DataError(f"{key}={name}: no such folder, nor {paths[1]}", hint=hint)
+    raise no_folder(f"{key}={name}", paths, hint)
+
+
+def no_folder(setting: str, paths: tuple[Path, Path], hint: str) -> DataError:
+    """Return the error for a setting whose :func:`candidates` are no folders; an absolute path is one candidate."""
+    below = "" if paths[0].is_absolute() else f", nor {paths[1]}"
+    return DataError(f"{setting}: no such folder{below}", hint=hint)
 
 
 def find_files(key: str, names: FileNames, root: Path) -> list[Path]:

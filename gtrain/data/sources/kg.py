@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 from gtrain.data.config import KGConfig
 from gtrain.data.module import TRIPLES_OUTLINE, GraphDataModule, file_stamp, log
 from gtrain.data.readers.entities import EntityNames, feature_stamps, read_features
-from gtrain.data.readers.files import candidates, edge_set_facts, find_edge_sets, first_true
+from gtrain.data.readers.files import candidates, edge_set_facts, find_edge_sets, first_true, no_folder
 from gtrain.data.readers.triples import COLUMNS, Triples, is_archive, read_archive, read_file, split_files
 from gtrain.data.schema import DataSchema
 from gtrain.errors import ConfigError, DataError
@@ -153,7 +153,7 @@ class KGData(GraphDataModule[KGConfig]):
             if near := difflib.get_close_matches(paths[0].name, [file.name for file in folder.iterdir()], n=3):
                 hint += f"; in {folder} there are {', '.join(near)}"
                 break
-        raise DataError(f"{self.origin}: no such folder, nor {paths[1]}", hint=hint)
+        raise no_folder(self.origin, paths, hint)
 
     def _edges(self, triples: Triples, names: EntityNames) -> tuple[Tensor, Tensor]:
         """Return ``edge_index [2, T]`` and ``edge_type [T]``; drop or refuse triples with unknown names.

@@ -110,7 +110,8 @@ def test_unknown_names_can_be_dropped_or_kept(tmp_path: Path, caplog: pytest.Log
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("gone", r"data\.path=gone: no such folder(.|\n)*train\.txt"),
+        ("gone", r"data\.path=gone: no such folder, nor (.|\n)*train\.txt"),
+        ("/gone", r"data\.path=/gone: no such folder\nHINT: (.|\n)*train\.txt"),
         ("umsl", r"no such folder(.|\n)*there are umls"),
         ("empty", r"the folder has no train\.txt; it has x\.csv"),
         ("empty/x.csv", r"is a file, but not a \.tar\.gz"),
