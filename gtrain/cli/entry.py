@@ -357,7 +357,7 @@ def _choices(cfg: DictConfig) -> dict[str, str]:
     hydra_config = HydraConfig.get()
     replaced = set(map(key_of, hydra_config.overrides.task))
     return {
-        group: str(cfg[group]._target_ if f"{group}._target_" in replaced else hydra_config.runtime.choices[group])
+        group: str(cfg[group]["_target_"] if f"{group}._target_" in replaced else hydra_config.runtime.choices[group])
         for group in ("strategy", "data", "model")
     }
 
