@@ -355,9 +355,10 @@ def _checked_launch(cfg: DictConfig, overrides: list[str]) -> Any:
 def _choices(cfg: DictConfig) -> dict[str, str]:
     """Return the names of the chosen ``strategy``, ``data`` and ``model``: options, or targets that replace them."""
     hydra_config = HydraConfig.get()
-    replaced = set(map(key_of, hydra_config.overrides.task))
+    options, replaced = hydra_config.runtime.choices, set(map(key_of, hydra_config.overrides.task))
     return {
-        group: str(cfg[group]["_target_"] if f"{group}._target_" in replaced else hydra_config.runtime.choices[group])
+        # A composed configuration, as Hydra leaves it in a run's folder, chooses no options.
+        group: str(cfg[group]["_target_"] if f"{group}._target_" in replaced else options.get(group))
         for group in ("strategy", "data", "model")
     }
 

@@ -171,7 +171,7 @@ def test_features_and_labels_by_name(tmp_path: Path) -> None:
         ("labels", "a\t0\nb\t1\n", "y has labels for 2 nodes, and the graph has 3(.|\n)*unlabelled"),
         ("labels", "a\t0\nq\t1\n", "y, line 2: values for 'q', and no edge has a node of that name"),
         ("labels", "a\t0\nb\t1\n\na\t1\n", "y, line 4: 'a' already has a line: .*y, line 1"),
-        ("labels", "a\t0\nb\t1.5\nc\t2\n", "a number with a fraction after a name; a label is one whole number"),
+        ("labels", "a\t0\nb\t1.5\nc\t2\n", "has the label 1.5; a class is a whole number"),
         ("labels", "a\t0\t1\nb\t1\t1\nc\t2\t1\n", "2 numbers after a name"),
         ("labels", "a\t0\nb\tx\n", "line 2: 'x' is not a number"),
         ("labels", "a\t0\nb\tnan\n", "line 2: the value is nan"),
