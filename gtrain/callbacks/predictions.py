@@ -360,7 +360,8 @@ def check_output(path: Path, fmt: str, *, beside: bool = False) -> None:
     Args:
         path: the file to write.
         fmt: its format.
-        beside: whether files beside it may be written too, see :func:`~gtrain.callbacks.relations.files_beside`.
+        beside: whether embeddings are written, which may have others beside them: see
+            :func:`~gtrain.callbacks.relations.files_beside` and :func:`types_beside`.
 
     Raises:
         ConfigError: the format is unknown, or the path exists or has the suffix of another format.
@@ -374,9 +375,14 @@ def check_output(path: Path, fmt: str, *, beside: bool = False) -> None:
         )
     if fmt == "pbg_hdf5":
         biggraph.check_installed()
-    for file in (path, *(files_beside(path, fmt).values() if beside else ())):
+    for file in (path, *((types_beside(path), *files_beside(path, fmt).values()) if beside else ())):
         if file.exists():
             raise ConfigError(f"output={file} exists already.", hint="delete it first, or set output to another path.")
+
+
+def types_beside(output: Path) -> Path:
+    """Return the folder with the embeddings of the node types without labels, beside the file of the labelled one."""
+    return output.with_name(output.name + ".types")
 
 
 def last_layer(module: pl.LightningModule) -> nn.Module:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from gtrain import backends, targets
 from gtrain.callbacks.checkpoint import RunCheckpoint
 from gtrain.callbacks.loggers import end_wandb, log_configuration, log_ranks, make_loggers, silent_loggers
-from gtrain.callbacks.predictions import PredictionWriter, check_output, format_of
+from gtrain.callbacks.predictions import PredictionWriter, check_output, format_of, types_beside
 from gtrain.callbacks.progress import ProgressLine
 from gtrain.callbacks.recorder import RunRecorder
 from gtrain.callbacks.test_record import TestRecorder
@@ -337,7 +337,7 @@ class Task:
         checkpoint: Path | str | None,
         first: PredictionWriter,
     ) -> None:
-        """Write the embeddings of the other node types too, if the network has them: a folder with a file per type."""
+        """Write the embeddings of the other node types too, if the network has them, into a folder."""
         store, output = data.open_store(), self.output
         target = target_type(store)
         if not first.every_type:
@@ -345,14 +345,15 @@ class Task:
                 f"the network computes nodes of the type {target} alone, so that others are not written."
             )
             return
-        folder = output.with_name(output.name + ".types")
-        names = {node_type: f"{safe_name(node_type)}.{self.format}" for node_type in store.node_types}
+        folder = types_beside(output)
+        incomplete = folder.with_name(folder.name + ".done")
         for node_type in store.node_types:
             if node_type != target:
-                self._write(trainer, model, data, checkpoint, folder / names[node_type], node_type)
+                path = incomplete / f"{safe_name(node_type)}.{self.format}"
+                self._write(trainer, model, data, checkpoint, path, node_type)
         if trainer.strategy.is_global_zero:
-            os.replace(output, folder / names[target])
-            os.replace(folder, output)
+            os.replace(incomplete, folder)
+            first.written.append(folder)
         trainer.strategy.barrier()
 
     def _predict(

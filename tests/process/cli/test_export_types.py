@@ -1,4 +1,4 @@
-"""``gtrain export`` of a graph with several node types: a folder with the embeddings of each."""
+"""``gtrain export`` of several node types: a file of the labelled one, and a folder with the others."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ SIZES = {"paper": 300, "author": 120, "term": 40}
 GRAPH = ("data=planted_hetero", *(f"data.num_{name}s={count}" for name, count in SIZES.items()))
 GRAPH += ("data.num_writes=900", "data.num_cites=900", "data.num_mentions=900", "model=hetero_sage")
 TRAIN = ("trainer.max_epochs=2", "logger=none", "hydra.run.dir=run")
+ENDS = ("", ".types")
 SERVED = "model.sparse_optimizer={_target_:gtrain.nn.RowwiseAdagrad,lr:0.1}"
 
 
@@ -28,9 +29,12 @@ def test_all_strategies_write_every_type(tmp_path: Path) -> None:
     for strategy, settings in (("single", ()), ("sar", PARTS), ("pyg", (*PARTS, *batches)), ("ps", PARTS)):
         given = (f"strategy={strategy}", *GRAPH, SERVED, *settings, "ckpt_path=run/checkpoints/last.ckpt")
         ok(forked.gtrain("export", *given, f"output={strategy}.npy", cwd=tmp_path))
-        assert sorted(path.name for path in tmp_path.glob(f"{strategy}.npy*")) == [f"{strategy}.npy"]
+        assert sorted(path.name for path in tmp_path.glob(f"{strategy}.npy*")) == [
+            f"{strategy}.npy{end}" for end in ENDS
+        ]
         for name, count in SIZES.items():
-            whole, parts = (np.load(tmp_path / folder / f"{name}.npy") for folder in ("single.npy", f"{strategy}.npy"))
+            end = "" if name == "paper" else f".types/{name}.npy"
+            whole, parts = (np.load(tmp_path / f"{each}.npy{end}") for each in ("single", strategy))
             assert whole.shape == (count, 64) and len(np.unique(whole, axis=0)) == count
             np.testing.assert_allclose(parts, whole, atol=1e-5)
 
@@ -41,5 +45,6 @@ def test_types_of_a_link_task(tmp_path: Path) -> None:
     ok(forked.gtrain(*GRAPH, *edges, *TRAIN, cwd=tmp_path))
     ok(forked.gtrain("export", "run=run", "output=vectors.parquet", cwd=tmp_path))
     for name, count in SIZES.items():
-        rows = pq.read_table(tmp_path / "vectors.parquet" / f"{name}.parquet").to_pydict()
+        end = "" if name == "paper" else f".types/{name}.parquet"
+        rows = pq.read_table(tmp_path / f"vectors.parquet{end}").to_pydict()
         assert sorted(rows["id"]) == list(range(count)) and np.isfinite(rows["values"]).all()
