@@ -71,6 +71,7 @@ LIGHT = (
     "gtrain.plan.compose",
     "gtrain.plan.machine",
     "gtrain.record.events",
+    "gtrain.record.run",
     "gtrain.record.scores",
     "gtrain.record.trials",
     "gtrain.run.runs",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -20,6 +20,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from gtrain.errors import ConfigError
+from gtrain.record.run import RunRecord
 from gtrain.record.scores import lower_is_better
 from gtrain.record.trials import PRUNED, PRUNERS, REPORTER, make_pruner
 
@@ -260,7 +261,6 @@ def distribution(override: Override) -> BaseDistribution:
         if all(isinstance(number, int) for number in (value.start, value.stop, value.step)):
             return IntDistribution(int(start), int(last), step=int(step))
         return FloatDistribution(start, last, step=step)
-    assert isinstance(value, ChoiceSweep) or override.is_sweep_override()
     return CategoricalDistribution([*override.sweep_string_iterator()])
 
 
@@ -278,21 +278,18 @@ def _score(result: JobReturn) -> float | None:
 
 def _score_name(folder: Path) -> str | None:
     """Return the name of the score that a job monitored."""
-    try:
-        best = json.loads((folder / "summary.json").read_text())["best"]
-    except (OSError, ValueError, KeyError):
-        return None
-    return best["name"] if best is not None else None
+    best = (RunRecord(folder).summary or {}).get("best")
+    return None if best is None else best["name"]
 
 
 def _tell(study: optuna.Study, trials: Sequence[optuna.Trial], scores: Sequence[float | None]) -> None:
     from optuna.trial import TrialState
 
+    told = study.get_trials(deepcopy=False)
     for trial, score in zip(trials, scores, strict=True):
-        pruned = study.get_trials(deepcopy=False)[trial.number].user_attrs.get(PRUNED)
         if score is None:
             study.tell(trial, state=TrialState.FAIL)
-        elif pruned:
+        elif told[trial.number].user_attrs.get(PRUNED):
             study.tell(trial, state=TrialState.PRUNED)
         else:
             study.tell(trial, score)

@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 from gtrain.errors import GtrainError
 from gtrain.record.events import EVENTS, record_folder
+from gtrain.record.trials import REPORTER
 
 Row = dict[str, Any]
 _SILENT_SECONDS = 60.0
@@ -185,6 +186,12 @@ class RunRecord:
         return [line[2:].strip("'\"") for line in lines if line.startswith("- ")]
 
     @property
+    def settings(self) -> dict[str, str]:
+        """What the overrides set, as text by key; without what a search adds to its jobs."""
+        pairs = (override.lstrip("+~").partition("=")[::2] for override in self.overrides)
+        return {key: value for key, value in pairs if key != f"callbacks.{REPORTER}"}
+
+    @property
     def store(self) -> Path | None:
         """The folder of the partitioned graph; None if the run did not get that far."""
         if self.summary is not None:
@@ -241,3 +248,10 @@ def _rows(path: Path) -> Iterator[Row]:
         for line in file:
             with contextlib.suppress(ValueError):
                 yield json.loads(line)
+
+
+def differing(runs: Sequence[Mapping[str, str]]) -> dict[str, list[str | None]]:
+    """Return the settings that have several values, with the value of each run, None where a run does not set it."""
+    keys = dict.fromkeys(key for run in runs for key in run)
+    values = {key: [run.get(key) for run in runs] for key in keys}
+    return {key: texts for key, texts in values.items() if len(set(texts)) > 1}

@@ -8,7 +8,7 @@ from typing import Any
 
 import altair as alt
 
-from gtrain.record.run import Row, RunRecord
+from gtrain.record.run import Row, RunRecord, differing
 from gtrain.record.scores import better
 from gtrain.reporting.figures import PARTS, score_names, steady_epochs, training_axis, training_clock
 from gtrain.reporting.page import write_page
@@ -49,13 +49,11 @@ def write_comparison(runs: list[RunRecord], path: Path) -> list[Figure]:
 
 def run_names(runs: list[RunRecord]) -> list[str]:
     """Return a name for each run: the settings in which the runs differ, or else its folder; all are different."""
-    chosen = [{**dict(override.partition("=")[::2] for override in run.overrides), **run.choices} for run in runs]
-    keys = list(dict.fromkeys(key for settings in chosen for key in settings))
-    differing = [key for key in keys if len({settings.get(key) for settings in chosen}) > 1]
+    varied = differing([{**run.settings, **run.choices} for run in runs])
     names = []
-    for settings, run in zip(chosen, runs, strict=True):
-        words = [value if key in run.choices else f"{key.rpartition('.')[2]}={value}" for key in differing
-                 if (value := settings.get(key)) is not None]  # fmt: skip
+    for number, run in enumerate(runs):
+        words = [value if key in run.choices else f"{key.rpartition('.')[2]}={value}" for key, values in varied.items()
+                 if (value := values[number]) is not None]  # fmt: skip
         names.append(" ".join(words) or run.name)
     repeated = {name for name in names if names.count(name) > 1}
     return [f"{name} ({run.name})" if name in repeated else name for name, run in zip(names, runs, strict=True)]

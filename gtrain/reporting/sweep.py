@@ -7,15 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gtrain.record.run import RunRecord
+from gtrain.record.run import RunRecord, differing
 from gtrain.record.scores import better
-from gtrain.record.trials import REPORTER
 from gtrain.reporting.listing import ListedRun, describe, find_folders
 from gtrain.reporting.watch import COLOURS
 
@@ -35,31 +33,18 @@ def show(folder: Path) -> None:
     if not records:
         return
     jobs = [describe(record, str(record.path.relative_to(folder))) for record in records]
-    settings = differing([_values(record.start.get("overrides", [])) for record in records])
+    varied = differing([record.settings for record in records])
+    settings = {key: [_MISSING if text is None else text for text in texts] for key, texts in varied.items()}
     _write(folder / FILE, jobs, settings)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(_table(jobs, settings))
     console.print(f"the table as CSV: {folder / FILE}", highlight=False, soft_wrap=True)
 
 
-def differing(jobs: Sequence[dict[str, str]]) -> dict[str, list[str]]:
-    """Return the settings that have several values, with the value of each job, ``-`` where a job does not set it."""
-    keys = dict.fromkeys(key for job in jobs for key in job)
-    values = {key: [job.get(key, _MISSING) for job in jobs] for key in keys}
-    return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
-
-
 def _order(path: Path) -> tuple[int, str]:
     """Sort jobs by number, whatever its digits; jobs with names follow by name."""
     first = path.parts[0] if path.parts else ""
     return (int(first) if first.isdecimal() else sys.maxsize, str(path))
-
-
-def _values(overrides: Sequence[str]) -> dict[str, str]:
-    """Return what the command line of a job set: values by key, as text."""
-    parsed = OverridesParser.create().parse_overrides([*overrides])
-    values = {override.get_key_element().lstrip("+~"): override.get_value_string() for override in parsed}
-    return {key: value for key, value in values.items() if key != f"callbacks.{REPORTER}"}
 
 
 def _write(path: Path, jobs: Sequence[ListedRun], settings: dict[str, list[str]]) -> None:

@@ -295,7 +295,7 @@ class Task:
         settings["enable_checkpointing"] = bool(savers) and settings["enable_checkpointing"]
         progress = [ProgressLine(recorder, *data.work)] if settings.pop("enable_progress_bar") else []
         loggers = silent_loggers(self.config["logger"])
-        if strategy.is_global_zero and self.config["verb"] not in ("predict", "export"):
+        if strategy.is_global_zero and self.config["verb"] in events.RECORDED:
             restarted = bool(slots.restarts() or slots.attempt())
             loggers = make_loggers(
                 self.config["logger"], build.make, Path(self.config["paths"]["run"]), continues=restarted

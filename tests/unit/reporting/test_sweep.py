@@ -13,7 +13,8 @@ from gtrain.reporting import sweep
 
 def job(folder: Path, *overrides: str, best: float | None = None) -> None:
     """A job that ended: complete with a best score, else refused before ranks started."""
-    start = {**START, "overrides": ["data=planted", "trainer.max_epochs=6", *overrides]}
+    reporter = f"+callbacks.trial={{number:{folder.name}}}"
+    start = {**START, "overrides": ["data=planted", "trainer.max_epochs=6", reporter, *overrides]}
     summary = None if best is None else {**SUMMARY, "best": {"name": "val/acc", "value": best, "epoch": 4}}
     run(folder, start, end(1042.0, "failed" if best is None else "complete"), summary=summary)
 
@@ -33,3 +34,4 @@ def test_settings_that_differ_and_the_best_score(tmp_path: Path, capsys: pytest.
     ]
     said = capsys.readouterr().out
     assert "best val/acc" in said and "0.6000" in said and "trainer.max_epochs" not in said and "data" not in rows[0]
+    assert "callbacks.trial" not in rows[0], "what a search adds to a job is no setting"
