@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,19 @@ class Import:
     at_once: bool
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(), str(path))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_freed() -> Iterator[None]:
+    """Forget the syntax trees after the last test of this file: all of them together are a million objects."""
+    yield
+    parsed.cache_clear()
+
+
 def sources(package: str) -> dict[str, Path]:
     """Source files of an import package by dotted module name."""
     folders = {"gtrain": REPO / "gtrain", EXAMPLE: REPO / "plugins" / "example_backend" / EXAMPLE}
@@ -171,7 +185,7 @@ def sources(package: str) -> dict[str, Path]:
 
 def imports(name: str, path: Path, known: set[str], *, typing: bool = False) -> Iterator[Import]:
     """Every import that a file makes, also inside functions; those in ``if TYPE_CHECKING:`` blocks if ``typing``."""
-    for node, at_once in _statements(ast.parse(path.read_text(), str(path)), typing):
+    for node, at_once in _statements(parsed(path), typing):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         else:
@@ -315,7 +329,7 @@ def trees() -> Iterator[tuple[str, str, ast.Module]]:
     """Module name, path and syntax tree of every source file of the framework, our plugins and the example."""
     for package in ("gtrain", *PLUGINS, EXAMPLE):
         for name, path in sources(package).items():
-            yield name, str(path.relative_to(REPO)), ast.parse(path.read_text(), str(path))
+            yield name, str(path.relative_to(REPO)), parsed(path)
 
 
 def room(module: str) -> str:
@@ -449,7 +463,7 @@ def test_the_core_names_no_setting_of_a_backend() -> None:
 
 def calls(name: str, path: Path) -> Iterator[tuple[str, ast.Call, str]]:
     """Dotted name of each function that a file calls, the call, and its place."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, (ast.Attribute, ast.Name)):
             yield ast.unparse(node.func), node, f"{path.relative_to(REPO)}:{node.lineno}"
 
