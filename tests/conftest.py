@@ -32,6 +32,11 @@ def pytest_collection() -> Iterator[None]:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Let Python free what was imported at its exit, or nanobind prints what Triton has left."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Let workers of pytest-xdist, where it is used, take over what waits for others.

@@ -248,20 +248,43 @@ def test_a_sliced_pair_runs_as_one_function(engine: LocalEngine) -> None:
         assert type(out.grad_fn).__name__ in ("_SumThenTransformBackward", "_TransformThenSumBackward")
 
 
-def test_other_targets_than_sources(engine: LocalEngine) -> None:
-    conv, data = (
-        HeteroConv({("a", "to", "b"): SAGEConv((IN, IN), 5), ("b", "to", "b"): GATConv(IN, 5, heads=1)}),
-        graph(),
-    )
-    conv.double()
-    x = {"a": data["x"], "b": torch.randn(20, IN, dtype=torch.float64)}
+IN_TYPES: dict[str, Callable[[], MessagePassing]] = {
+    "sage": lambda: SAGEConv((IN, IN), 6),
+    "graph": lambda: GraphConv((IN, IN), 6),
+    "gin": lambda: GINConv(nn.Linear(IN, 6)),
+    "gat": lambda: GATConv((IN, IN), 3, heads=2, add_self_loops=False),
+    "gatv2": lambda: GATv2Conv((IN, IN), 3, heads=2, add_self_loops=False),
+    "transformer": lambda: TransformerConv((IN, IN), 3, heads=2, beta=True),
+}
+
+
+@pytest.mark.parametrize("aggr", ["sum", "cat"])
+@pytest.mark.parametrize("name", IN_TYPES)
+def test_convolutions_of_a_network_over_types(
+    name: str, aggr: str, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    within = SAGEConv(IN, 6)
+    conv, data = HeteroConv({("a", "to", "b"): IN_TYPES[name](), ("b", "to", "b"): within}, aggr=aggr).double(), graph()
+    b = torch.randn(20, IN, dtype=torch.float64)
     edges = {
         ("a", "to", "b"): torch.stack([data["edge_index"][0], data["edge_index"][1] % 20]),
         ("b", "to", "b"): data["edge_index"] % 20,
     }
-    expected = conv(x, edges)["b"]
+
+    def run() -> list[Tensor | None]:
+        conv.zero_grad()
+        x = {"a": data["x"].clone().requires_grad_(), "b": b.clone().requires_grad_()}
+        out: Tensor = conv(x, edges)["b"]
+        out.square().sum().backward()
+        return [out.detach(), *(p.grad for p in (*x.values(), *conv.parameters()))]
+
+    expected = [None if each is None else each.clone() for each in run()]
+    ran: list[str] = []
+    for kind in {type(each) for each in (within, *conv.modules()) if isinstance(each, MessagePassing)}:
+        monkeypatch.setattr(kind, "message", _noted(kind.message, ran))
     engine.install(conv)
-    torch.testing.assert_close(conv(x, edges)["b"], expected, rtol=1e-10, atol=1e-10)
+    assert_equal(run(), expected)
+    assert max([0, *map(int, ran)]) < EDGES // 8  # a probe's messages are few
 
 
 BETWEEN: dict[str, Callable[[], MessagePassing]] = {
