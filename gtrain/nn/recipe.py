@@ -39,6 +39,7 @@ class EdgeRecipe:
         tail_negs: whether tails are replaced.
         self_negs: whether the fixed end of an edge is a negative for the other end; never with ``all_negs``.
         n3: weight of the N3 regulariser.
+        relation_prediction: weight of the loss of predicting an edge's relation among these; by inner products only.
         max_norm: rows with a larger norm are scaled to it when they are read; None: never.
         shifts: ``[1, D]`` each, added to all embeddings of the heads' type and of the tails' type; None: 0.
         relation_weight: factor of the loss by relation; None: all 1.
@@ -64,6 +65,7 @@ class EdgeRecipe:
     tail_negs: bool
     self_negs: bool
     n3: float
+    relation_prediction: float
     max_norm: float | None
     shifts: tuple[nn.Parameter, nn.Parameter] | None
     relation_weight: tuple[float, ...] | None

@@ -15,7 +15,8 @@ from gtrain.errors import ConfigError
 from gtrain.kernels import splitmix as mixing
 from gtrain.model.edge_model import EMBEDDED, NAMES, EdgeModel
 from gtrain.model.kg.evaluation import GroupRanks
-from gtrain.model.kg.schema import GraphTypes, make_schema
+from gtrain.model.kg.schema import EmbeddingSchema, GraphTypes, make_schema
+from gtrain.model.kg.scores import PREDICTS_RELATIONS
 from gtrain.model.kg.tables import EntityTables
 from gtrain.model.kg.training import (
     ChunkDraws,
@@ -84,6 +85,9 @@ class KGEmbedding(EdgeModel):
             ``weight`` of ``relations``.
         n3: weight of the N3 regularizer (Lacroix et al. 2018, eq. 4): sum of the cubed absolute values of an edge's
             two embeddings and its relation's parameters.
+        relation_prediction: weight of a further loss (Chen et al. 2021, eq. 3): the cross-entropy of predicting an
+            edge's relation from its ends, among the relations that join the same types by the same operator. With
+            ``reciprocal`` it is the sum of both directions.
         filtered: whether validation and test leave known edges out of the ranking.
         optimizer: makes an optimizer from parameters; None: Adam with lr 0.01.
         sparse_optimizer: the same for the table, whose gradient is then sparse unless ``all_negs``; None: ``optimizer``
@@ -137,6 +141,7 @@ class KGEmbedding(EdgeModel):
         global_emb: bool = False,
         relation_weight: Sequence[float] | None = None,
         n3: float = 0.0,
+        relation_prediction: float = 0.0,
         filtered: bool = True,
         optimizer: MakeOptimizer | None = None,
         sparse_optimizer: MakeOptimizer | None = None,
@@ -144,7 +149,7 @@ class KGEmbedding(EdgeModel):
         monitor: str = "val/loss",
     ) -> None:
         super().__init__()
-        sizes = {"margin": margin, "n3": n3, "init_scale": init_scale}
+        sizes = {"margin": margin, "n3": n3, "relation_prediction": relation_prediction, "init_scale": init_scale}
         sizes["relation_init_scale"] = relation_init_scale or 0.0
         _check(num_nodes, {"dimension": dimension}, sizes, max_norm)
         if self_negs and (comparator != "dot" or not reciprocal):
@@ -165,6 +170,8 @@ class KGEmbedding(EdgeModel):
             relations=relations,
             weights=relation_weight,
         )
+        if relation_prediction:
+            _check_relation_prediction(self.schema, comparator)
         self._grouped = GroupedEdges(self.schema)
         weights = self.schema.weights
         self._relation_weight: Tensor | None
@@ -182,6 +189,7 @@ class KGEmbedding(EdgeModel):
         )
         negatives = NegativeSampling(num_batch_negs, num_uniform_negs, all_negs, head_negs, tail_negs)
         options: dict[str, Any] = {"comparator": comparator, "reciprocal": reciprocal, "bias": bias, "n3": n3}
+        options["relation_prediction"] = relation_prediction
         options |= {"loss": make_loss(loss, margin), "init_scale": relation_init_scale}
         self.groups = nn.ModuleList(
             RelationGroup(
@@ -195,6 +203,7 @@ class KGEmbedding(EdgeModel):
             for spec in self.schema.groups
         )
         self._named: dict[str, Any] = {"comparator": comparator, "loss": loss, "margin": margin, "n3": n3}
+        self._named["relation_prediction"] = relation_prediction
 
     def recipe(self) -> ModelRecipe:
         """Return what a training step computes, for a strategy with its own kernels."""
@@ -405,6 +414,18 @@ def _check(num_nodes: object, counts: dict[str, int], sizes: dict[str, float], m
             f"model.max_norm={max_norm} was set, and no vector is that short.",
             hint="set a length above 0, or null for none.",
         )
+
+
+def _check_relation_prediction(schema: EmbeddingSchema, comparator: str) -> None:
+    """Check that the scores of all relations are a matrix product."""
+    for operator in (group.operator for group in schema.groups):
+        if comparator != "dot" or operator not in PREDICTS_RELATIONS:
+            raise ConfigError(
+                f"model.relation_prediction was set with model.comparator={comparator} and the operator {operator}; it "
+                "needs inner products, and an operator that acts on columns.",
+                hint=f"set model.comparator=dot and one of the operators {', '.join(PREDICTS_RELATIONS)}, or "
+                "model.relation_prediction=0.",
+            )
 
 
 def _several_types(node_types: list[str]) -> ConfigError:

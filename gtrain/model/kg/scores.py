@@ -47,6 +47,18 @@ class Operator(nn.Module):
         """Return those of the parameters of relations ``[B]``; None: they are not regularized."""
         return None
 
+    def linear_form(self, rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the inner products of transformed rows and others as products with the parameters of relations.
+
+        Returns:
+            Pairs ``[B, K]`` and parameters ``[R, K]``. The inner product of ``g_r(rows[b])`` and ``others[b]`` is that
+            of ``pairs[b]`` and ``parameters[r]``, plus a number that is the same for all relations.
+
+        Shapes:
+            rows and others ``[B, D]``.
+        """
+        raise NotImplementedError
+
 
 class Identity(Operator):
     """``g(x) = x`` for all relations."""
@@ -70,6 +82,9 @@ class Translation(Operator):
     def relation_magnitudes(self, relation: Tensor) -> Tensor | None:
         return self.vector[relation].abs()
 
+    def linear_form(self, rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+        return others, self.vector
+
 
 class Diagonal(Translation):
     """``g(x) = v * x`` (DistMult with the dot comparator, Yang et al. 2015)."""
@@ -78,6 +93,9 @@ class Diagonal(Translation):
 
     def forward(self, rows: Tensor, relation: Tensor) -> Tensor:
         return rows * self.vector[relation].unsqueeze(1)
+
+    def linear_form(self, rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+        return rows * others, self.vector
 
 
 class Linear(Operator):
@@ -139,6 +157,11 @@ class ComplexDiagonal(Operator):
     def relation_magnitudes(self, relation: Tensor) -> Tensor | None:
         return _modulus(self.real[relation], self.imaginary[relation])
 
+    def linear_form(self, rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+        """Pairs are ``conj(rows) * others``: the inner product is the real part of ``v * rows * conj(others)``."""
+        (x, y), (z, w) = rows.chunk(2, dim=-1), others.chunk(2, dim=-1)
+        return torch.cat([x * z + y * w, x * w - y * z], dim=-1), torch.cat([self.real, self.imaginary], dim=-1)
+
 
 def _modulus(real: Tensor, imaginary: Tensor) -> Tensor:
     """Return the absolute values; clamping at the least positive number keeps the root's gradient finite at 0."""
@@ -153,6 +176,11 @@ OPERATORS: dict[str, type[Operator]] = {
     "affine": Affine,
     "complex_diagonal": ComplexDiagonal,
 }
+
+
+PREDICTS_RELATIONS = ("translation", "diagonal", "complex_diagonal")
+"""Operators with a :meth:`Operator.linear_form`: with inner products, the scores of an edge's ends with all relations
+are one matrix product."""
 
 
 def make_operator(name: str, num_relations: int, dim: int, init_scale: float | None = None) -> Operator:
@@ -326,6 +354,26 @@ class EdgeScores(nn.Module):
         # With reciprocal relations an edge has the parameters of both directions.
         parts += [part for operator in operators if (part := operator.relation_magnitudes(relation)) is not None]
         return reduce(torch.add, [part.pow(3).sum(-1) for part in parts])
+
+    def relation_loss(self, heads: Tensor, relation: Tensor, tails: Tensor) -> Tensor:
+        """Return the cross-entropy of classifying each edge's relation among all relations, ``[B]``.
+
+        With reciprocal relations it is the sum of both directions, each of which has its scores. They need a
+        comparator and an operator of :data:`PREDICTS_RELATIONS`.
+
+        Shapes:
+            heads and tails ``[B, D]``, relation ``[B]``.
+        """
+        d = self.dimension
+        heads, tails = heads[:, :d], tails[:, :d]
+        # Static relations transform tails, reciprocal ones the given end.
+        ends = [(tails, heads)] if self.backwards is None else [(heads, tails), (tails, heads)]
+        losses = []
+        for operator, (rows, others) in zip((self.forwards, self.backwards), ends, strict=False):
+            assert operator is not None
+            pairs, parameters = operator.linear_form(rows, others)
+            losses.append(F.cross_entropy(pairs @ parameters.T, relation, reduction="none"))
+        return torch.stack(losses).sum(0)
 
     def _transformed(self, operator: nn.Module, rows: Tensor, relation: Tensor) -> Tensor:
         """Transform all columns but the bias."""

@@ -224,7 +224,7 @@ class NegativeSampling:
 
 
 class TrainingLoss:
-    """The loss of each edge of a batch, both sides added, and the N3 regularizer.
+    """The loss of each edge of a batch, both sides added, relation prediction and the N3 regularizer.
 
     Chunks keep the edges in the batch's order; with static relations, which transform the negatives, each chunk has
     one relation.
@@ -234,13 +234,21 @@ class TrainingLoss:
         loss: of the scores of true edges and negatives.
         negatives: sampling of negatives.
         n3: weight of the regularizer.
+        relation_prediction: weight of the loss of predicting an edge's relation.
         sizes: entities of the heads' type and of the tails' type.
     """
 
     def __init__(
-        self, scores: EdgeScores, loss: LossFunction, negatives: NegativeSampling, n3: float, sizes: tuple[int, int]
+        self,
+        scores: EdgeScores,
+        loss: LossFunction,
+        negatives: NegativeSampling,
+        n3: float,
+        relation_prediction: float,
+        sizes: tuple[int, int],
     ) -> None:
-        self.scores, self.loss, self.negatives, self.n3, self.sizes = scores, loss, negatives, n3, sizes
+        self.scores, self.loss, self.negatives, self.sizes = scores, loss, negatives, sizes
+        self.n3, self.relation_prediction = n3, relation_prediction
 
     def __call__(
         self, tables: tuple[RowLookup, RowLookup], edges: Triples, draw: Callable[[int, int, Tensor, int], Tensor]
@@ -318,9 +326,11 @@ class TrainingLoss:
             queries = self._queries(self.scores.head_queries, tails, relation)
             negative = self._negative_scores(queries, heads, more_heads, head, every_head, chunks)
             losses.append(self._side_loss(queries, heads, tails, negative, head == tail))
+        flat = (heads.flatten(0, 1), relation.flatten(), tails.flatten(0, 1))
         if self.n3:
-            flat = (heads.flatten(0, 1), relation.flatten(), tails.flatten(0, 1))
             losses.append(self.n3 * self.scores.n3_norm(*flat).view(head.shape))
+        if self.relation_prediction:
+            losses.append(self.relation_prediction * self.scores.relation_loss(*flat).view(head.shape))
         return torch.stack(losses).sum(0)
 
     def _look_up(self, tables: tuple[RowLookup, RowLookup], ids: tuple[Tensor, ...]) -> list[Tensor]:
@@ -399,6 +409,7 @@ class RelationGroup(nn.Module):
         loss: of the scores of true edges and negatives.
         negatives: sampling of negatives.
         n3: weight of the regularizer.
+        relation_prediction: weight of the loss of predicting an edge's relation among the group's.
 
     Attributes:
         scores: of the group's edges, whose relations are numbered from 0.
@@ -417,13 +428,14 @@ class RelationGroup(nn.Module):
         loss: LossFunction,
         negatives: NegativeSampling,
         n3: float,
+        relation_prediction: float,
     ) -> None:
         super().__init__()
         self.spec = spec
         lhs, rhs = self.ends = entities[spec.lhs], entities[spec.rhs]
         size = len(spec.relations), lhs.dimension
         self.scores = EdgeScores(*size, spec.operator, comparator, reciprocal, bias, init_scale)
-        self.loss = TrainingLoss(self.scores, loss, negatives, n3, (lhs.count, rhs.count))
+        self.loss = TrainingLoss(self.scores, loss, negatives, n3, relation_prediction, (lhs.count, rhs.count))
 
 
 class GroupedEdges(nn.Module):

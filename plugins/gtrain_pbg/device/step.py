@@ -12,12 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gtrain.nn.recipe import EdgeRecipe
 from gtrain_pbg.device import kernels, scores
 from gtrain_pbg.device.batches import BatchShape, BatchTensors, Ends
 from gtrain_pbg.device.kernels import DeviceRule, DeviceTable, PackedOperators
+from gtrain_pbg.step.relation_prediction import pairs_of
+from gtrain_pbg.step.relations import PARAMETERS
 
 PADDED = 8
 """Scores of a query are padded to a multiple of this, because products of aligned rows are faster."""
@@ -105,7 +108,7 @@ def fits(recipe: EdgeRecipe) -> bool:
     """Return whether :class:`FusedStep` can train this model."""
     plain_rows = recipe.bags == (None, None) and recipe.shifts is None and recipe.max_norm is None and not recipe.bias
     by_column = recipe.operator in kernels.CODES and (recipe.reciprocal or not recipe.forwards)
-    inner = recipe.comparator == "dot" and not recipe.n3
+    inner = recipe.comparator == "dot" and not recipe.n3 and not recipe.relation_prediction
     both = recipe.head_negs and recipe.tail_negs
     answers = recipe.num_batch_negs > 0 and not recipe.all_negs and not recipe.self_negs
     few = recipe.chunk_size + recipe.num_uniform_negs <= kernels.MOST_COLUMNS
@@ -310,6 +313,7 @@ class EdgeLosses:
         )
         given_tails, given_heads = tails[:, : shape.slots], heads[:, : shape.slots]
         n3 = self._n3(given_heads, given_tails) if recipe.n3 else None
+        predicted = self._relation_loss(given_heads, given_tails) if recipe.relation_prediction else None
         if self._static:
             tails = self._transformed("forwards", tails)
             all_tails = None if all_tails is None else self._transformed("forwards", all_tails.unsqueeze(0)).squeeze(0)
@@ -323,6 +327,8 @@ class EdgeLosses:
             losses.append(self._side(query, heads, given_tails, all_heads, ends[1], 1))
         if n3 is not None:
             losses.append(recipe.n3 * n3)
+        if predicted is not None:
+            losses.append(recipe.relation_prediction * predicted)
         each = torch.stack(losses).sum(0)
         return torch.where(self._valid.flatten(), each.flatten() * self._batch.weight, 0).sum()
 
@@ -423,6 +429,20 @@ class EdgeLosses:
                 parts.append(self._by_edge(self._parameters[f"{direction}.vector"]).abs())
         norms = [part.pow(3).sum(-1) for part in parts]
         return torch.stack([norm.expand(heads.shape[:2]) for norm in norms]).sum(0)
+
+    def _relation_loss(self, heads: Tensor, tails: Tensor) -> Tensor:
+        """Return the cross-entropy of predicting each edge's relation, ``[C, m]``; of both directions if reciprocal."""
+        d, name = self._recipe.dimension, self._recipe.operator
+        heads, tails = (rows[..., :d].flatten(0, 1) for rows in (heads, tails))
+        directions = {"forwards": (tails, heads)}
+        if self._recipe.reciprocal:
+            directions = {"forwards": (heads, tails), "backwards": (tails, heads)}
+        losses = []
+        for direction, (rows, others) in directions.items():
+            parameters = [self._parameters[f"{direction}.{key}"] for key in PARAMETERS[name]]
+            logits = pairs_of(name, rows, others) @ torch.cat(parameters, dim=-1).T
+            losses.append(F.cross_entropy(logits, self._batch.relation.long(), reduction="none"))
+        return torch.stack(losses).sum(0).view(self._shape.chunks, self._shape.slots)
 
     def _magnitudes(self, rows: Tensor) -> Tensor:
         return _modulus(*rows.chunk(2, dim=-1)) if self._recipe.operator == "complex_diagonal" else rows.abs()

@@ -18,7 +18,7 @@ OPERATOR_CODES = {
     "diagonal": kernels.DIAGONAL,
     "complex_diagonal": kernels.COMPLEX,
 }
-_PARAMETERS = {
+PARAMETERS = {
     "none": (),
     "translation": ("vector",),
     "diagonal": ("vector",),
@@ -26,6 +26,7 @@ _PARAMETERS = {
     "affine": ("matrix", "vector"),
     "complex_diagonal": ("real", "imaginary"),
 }
+"""Names of an operator's parameters."""
 KERNEL_RULES = {"sgd": updates.SGD, "adagrad": updates.ADAGRAD, "rowwise_adagrad": updates.ROWWISE}
 
 
@@ -90,7 +91,7 @@ class RelationOperator:
     """
 
     def __init__(self, name: str, weights: dict[str, RelationWeights], work: Workspace) -> None:
-        assert tuple(weights) == _PARAMETERS[name], (name, tuple(weights))
+        assert tuple(weights) == PARAMETERS[name], (name, tuple(weights))
         self.name, self.weights = name, weights
         self.is_linear = name in ("linear", "affine")
         empty = RelationWeights(torch.empty(1, 1, dtype=work.dtype), torch.empty(1, 0))

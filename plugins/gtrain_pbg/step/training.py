@@ -17,6 +17,7 @@ from gtrain_pbg.kernels import updates
 from gtrain_pbg.kernels.updates import GradientSums, RowChains, UpdatedTable
 from gtrain_pbg.step.chunks import ChunkTraining, fits
 from gtrain_pbg.step.layout import BatchLayout, EdgeBatch, Operand, PartitionRows, Workspace, bits, compact, layout_of
+from gtrain_pbg.step.relation_prediction import predict_relations
 from gtrain_pbg.step.relations import RelationOperator, RelationWeights, UpdateRule
 from gtrain_pbg.step.scores import SelfNegatives, SideScores
 from gtrain_pbg.step.sides import BatchSide, SideOperands, bags_of
@@ -109,8 +110,8 @@ class TrainingStep:
             lost = self._train_reciprocal(batch, sides, weight)
         else:
             lost = self._train_static(batch, sides, weight, self._forwards)
-        if recipe.n3:
-            lost += self._regularize(batch, sides, weight)
+        if recipe.n3 or recipe.relation_prediction:
+            lost += self._train_relations(batch, sides, weight)
         self._update(sides, table_rule)
         self._update_relations(batch.relation, sides, relation_rule)
         return lost * total, total
@@ -229,19 +230,47 @@ class TrainingStep:
         kernels.add_rows(bits(by_row), bits(side.by_edge), side.layout, merged.numpy())
         return merged
 
-    def _regularize(self, batch: EdgeBatch, sides: tuple[BatchSide, BatchSide], weight: Tensor) -> float:
-        """Return the N3 norm of the batch; add its gradients to ``by_edge`` of the sides."""
-        heavy = self.work.take("n3 weight", len(batch))
-        torch.mul(weight, self.recipe.n3, out=heavy)
-        by_heads, by_tails = (self.work.take(f"n3 {end}", len(batch), self.recipe.dimension) for end in (0, 1))
+    # ------------------------------------------------------------------------------------- losses without negatives
+
+    def _train_relations(self, batch: EdgeBatch, sides: tuple[BatchSide, BatchSide], weight: Tensor) -> float:
+        """Return the N3 norm and the loss of relation prediction; add their gradients to ``by_edge`` of the sides."""
+        recipe, factor = self.recipe, self.work.take("edge factor", len(batch))
+        ends, by_ends = self._ends(sides), self._by_ends(sides)
+        lost = 0.0
+        if recipe.n3:
+            lost += self._regularize(ends, by_ends, batch.relation, torch.mul(weight, recipe.n3, out=factor))
+        if recipe.relation_prediction:
+            torch.mul(weight, recipe.relation_prediction, out=factor)
+            # Static relations transform tails, reciprocal ones the given end.
+            for operator, end in ((self._forwards, 0 if recipe.reciprocal else 1), (self._backwards, 1)):
+                if operator is not None:
+                    of_ends = (ends[end], ends[1 - end]), (by_ends[end], by_ends[1 - end])
+                    lost += predict_relations(operator, *of_ends, batch.relation, factor)
+        return lost
+
+    def _ends(self, sides: tuple[BatchSide, BatchSide]) -> tuple[Tensor, Tensor]:
+        """Return the rows of the edges' heads and tails, ``[B, D]`` each."""
+        head, tail = sides
+        return (
+            compact(self.work, head.layout, head.rows, name="edge heads"),
+            compact(self.work, tail.layout, tail.rows, name="edge tails"),
+        )
+
+    def _by_ends(self, sides: tuple[BatchSide, BatchSide]) -> tuple[Tensor, Tensor]:
+        """Make ``by_edge`` of the sides gradients to which others can be added, and return them."""
+        size = sides[0].layout.edges, self.recipe.dimension
+        by_heads, by_tails = (self.work.take(f"by edge {end}", *size) for end in (0, 1))
         for wide, side in zip((by_heads, by_tails), sides, strict=True):
             side.by_edge = wide.zero_() if side.by_edge is None else wide.copy_(side.by_edge)
-        heads, tails = (
-            compact(self.work, side.layout, side.rows, name=f"n3 rows {end}") for end, side in enumerate(sides)
-        )
+        return by_heads, by_tails
+
+    def _regularize(
+        self, ends: tuple[Tensor, Tensor], by_ends: tuple[Tensor, Tensor], relation: Tensor, weight: Tensor
+    ) -> float:
+        """Return the weighted N3 norm of edges, and add its gradients to those by their ends."""
         operators = [operator for operator in (self._forwards, self._backwards) if operator is not None]
         return sum(
-            operator.regularize((heads, tails), (by_heads, by_tails), batch.relation, heavy, with_rows=number == 0)
+            operator.regularize(ends, by_ends, relation, weight, with_rows=number == 0)
             for number, operator in enumerate(operators or [self._identity])
         )
 
@@ -256,7 +285,12 @@ class TrainingStep:
         if self._forwards is None:
             return
         touched = self._touched.numpy()
-        count = updates.find_touched(relation.numpy(), self._seen.numpy(), touched)
+        if self.recipe.relation_prediction:
+            # Every relation is a wrong answer of some edge.
+            count = len(touched)
+            torch.arange(count, out=self._touched)
+        else:
+            count = updates.find_touched(relation.numpy(), self._seen.numpy(), touched)
         for operator in (self._forwards, self._backwards):
             if operator is not None:
                 operator.update(touched, count, rule)

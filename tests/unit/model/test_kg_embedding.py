@@ -209,6 +209,22 @@ def test_edge_weights_and_the_regulariser() -> None:
     torch.testing.assert_close(out["weight"], weight.sum())
 
 
+@pytest.mark.parametrize("reciprocal", [True, False])
+@pytest.mark.parametrize("operator", ["translation", "diagonal", "complex_diagonal"])
+def test_relation_prediction_classifies_the_relation(operator: str, reciprocal: bool) -> None:
+    """The scores of an edge's ends with each relation, one after the other."""
+    b, settings = batch(), {"operator": operator, "reciprocal": reciprocal, "bias": True, "num_uniform_negs": 0}
+    model = module(relation_prediction=0.5, **settings)
+    (head, tail), scores = model.entities[0](b.orig_id[b.edge_label_index]), model.groups[0].scores
+    every = [torch.full((B,), relation) for relation in range(R)]
+    logits = [torch.stack([scores.of_edges(head, relation, tail) for relation in every], dim=1)]
+    if reciprocal:
+        queries = [scores.head_queries(tail.unsqueeze(1), relation).squeeze(1) for relation in every]
+        logits.append(torch.stack([scores.pairs(query, head) for query in queries], dim=1))
+    predicted = sum(-each.log_softmax(1)[range(B), b.edge_label_type] for each in logits)
+    torch.testing.assert_close(losses(model, b)[0], losses(module(**settings), b)[0] + 0.5 * predicted)
+
+
 def test_a_batch_without_edges_has_loss_and_gradients_zero() -> None:
     b, model = batch(), module()
     b.edge_label_index, b.edge_label_type = b.edge_label_index[:, :0], b.edge_label_type[:0]
@@ -229,6 +245,7 @@ def test_a_batch_without_edges_has_loss_and_gradients_zero() -> None:
         *({"operator": "diagonal", "comparator": c, "loss": "ranking"} for c in COMPARATORS),
         *({"operator": "diagonal", "comparator": c, "loss": "logistic"} for c in COMPARATORS),
         {"bias": True, "n3": 0.1, "relation_weight": [0.5, 2.0, 1.0]},
+        {"relation_prediction": 0.5, "bias": True},
         {"all_negs": True},
         {"num_batch_negs": 0},
         {"num_uniform_negs": 0, "global_emb": True},
@@ -361,6 +378,9 @@ def test_predictions_are_the_seeds_embeddings() -> None:
         ({"n3": -1.0}, r"model.n3=-1\.0"),
         ({"max_norm": 0.0}, r"model.max_norm=0\.0 was set, and no vector is that short"),
         ({"self_negs": True, "comparator": "l2"}, "model.self_negs=true was set with model.comparator=l2"),
+        ({"relation_prediction": 1.0, "operator": "linear"}, "relation_prediction was set .* the operator linear"),
+        ({"relation_prediction": 1.0, "comparator": "cos"}, "relation_prediction was set with model.comparator=cos"),
+        ({"relation_prediction": -1.0}, r"model.relation_prediction=-1\.0"),
         ({"relation_init_scale": -0.1}, r"model.relation_init_scale=-0\.1"),
         ({"dimension": 0}, "model.dimension=0"),
     ],

@@ -15,6 +15,7 @@ from unit.pbg.test_step import (
     LOSSES,
     NODES,
     OPERATORS,
+    RELATION_PREDICTION,
     VARIANTS,
     Fused,
     Reference,
@@ -152,6 +153,14 @@ def test_every_variant(variant: str, operator: str, comparator: str) -> None:
 def test_an_edges_own_ends_are_negatives(loss: str, apart: bool) -> None:
     more: dict[str, Any] = {"bias": True, "n3": 0.05, "weighted": True, "num_batch_negs": 0} if apart else {}
     compare(2, 1e-10, plain=True, loss=loss, operator="complex_diagonal", self_negs=True, **more)
+
+
+@pytest.mark.parametrize("operator", ["translation", "diagonal", "complex_diagonal"])
+@pytest.mark.parametrize("reciprocal", [True, False], ids=["reciprocal", "static"])
+def test_relation_prediction_trains_as_autograd_does(reciprocal: bool, operator: str) -> None:
+    for more in RELATION_PREDICTION.values():
+        settings = {"operator": operator, "reciprocal": reciprocal, "relation_prediction": 0.7, **more}
+        compare(2, 1e-10, plain=True, **settings)
 
 
 @pytest.mark.parametrize("count", [1, 5, 6, 7, 12, 13])

@@ -218,6 +218,23 @@ def test_an_edges_own_ends_are_negatives(loss: str, operator: str, apart: bool) 
     compare(2, 1e-10, plain=True, loss=loss, operator=operator, self_negs=True, **more)
 
 
+RELATION_PREDICTION: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "with all": {"n3": 0.05, "all_negs": True, "bias": True, "weighted": True, "relation_weight": [0.5, 2.0, 1.0]},
+    "with uniform": {"num_batch_negs": 0, "global_emb": True, "max_norm": 0.9, "head_negs": False},
+}
+
+
+@pytest.mark.parametrize("operator", ["translation", "diagonal", "complex_diagonal"])
+@pytest.mark.parametrize("reciprocal", [True, False], ids=["reciprocal", "static"])
+@pytest.mark.parametrize("variant", RELATION_PREDICTION)
+def test_relation_prediction_trains_as_autograd_does(variant: str, reciprocal: bool, operator: str) -> None:
+    """Also with Adagrad, which changes the relations that no edge of the batch has."""
+    settings = {"operator": operator, "reciprocal": reciprocal, "relation_prediction": 0.7}
+    compare(2, 1e-10, plain=True, **settings, **RELATION_PREDICTION[variant])
+    compare(5, 1e-8, count=2, **settings, **RELATION_PREDICTION[variant])
+
+
 @pytest.mark.parametrize("count", [1, 5, 6, 7, 12, 13])
 @pytest.mark.parametrize("reciprocal", [True, False])
 def test_batches_that_chunks_do_not_divide(count: int, reciprocal: bool) -> None:
