@@ -30,10 +30,34 @@ from gtrain.testing.processes import (  # noqa: F401 - for the tests, which have
 REPO = Path(__file__).resolve().parents[1]
 
 
-def some_slow(cases: Iterable[tuple[Any, ...]], each: int) -> list[Any]:
-    """Parameters of a test, of which all but every ``each``-th are marked slow."""
-    every = enumerate(cases)
-    return [case if not number % each else pytest.param(*case, marks=pytest.mark.slow) for number, case in every]
+def some_slow(cases: Iterable[Any], each: int, *kept: Any) -> list[Any]:
+    """Parameters of a test, of which all but every ``each``-th are slow.
+
+    Of the slow ones all but those in ``kept`` are exhaustive too, if any is named.
+    """
+    cases = list(cases)
+    rest = rest_exhaustive(cases, *kept) if kept else cases
+    return [case if not number % each else _slow(rest[number]) for number, case in enumerate(cases)]
+
+
+def rest_exhaustive(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """Parameters of a slow test, of which all but those in ``kept`` are exhaustive too."""
+    cases = list(cases)
+    assert set(kept) < set(cases), f"{kept} are not some of {cases}"
+    return [case if case in kept else _exhaustive(case) for case in cases]
+
+
+def _exhaustive(case: Any) -> Any:
+    return _marked(case, pytest.mark.exhaustive)
+
+
+def _slow(case: Any) -> Any:
+    return _marked(case, pytest.mark.slow)
+
+
+def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
+    values, marks = (case.values, case.marks) if hasattr(case, "marks") else (case, ())
+    return pytest.param(*(values if isinstance(values, tuple) else (values,)), marks=[*marks, mark])
 
 
 @cache

@@ -59,10 +59,17 @@ def differences(now: Any, before: Any, name: str = "") -> dict[str, tuple[Any, A
     return {key: value for pair in pairs for key, value in differences(*pair).items()}
 
 
+def marks(run: str, verb: str) -> list[Any]:
+    """All but a few steps are slow, and questions that only the data change are asked once."""
+    if (run, verb) in QUICK:
+        return []
+    return [pytest.mark.slow] if "_" not in run else [pytest.mark.slow, pytest.mark.exhaustive]
+
+
 def steps() -> list[Any]:
-    """Each run of each archive with each verb; all but a few are slow."""
+    """Each run of each archive with each verb."""
     return [
-        pytest.param(archive, run, verb, marks=() if (run, verb) in QUICK else pytest.mark.slow)
+        pytest.param(archive, run, verb, marks=marks(run, verb))
         for archive in ARCHIVES
         for run in expected(archive)["runs"]
         for verb in VERBS

@@ -11,7 +11,20 @@ from pathlib import Path
 
 import forked
 import pytest
-from helpers import LIMIT, REPO, clean_environment, descendants, gtrain, has_logged, ok, only_run, show, summary, until
+from helpers import (
+    LIMIT,
+    REPO,
+    clean_environment,
+    descendants,
+    gtrain,
+    has_logged,
+    ok,
+    only_run,
+    rest_exhaustive,
+    show,
+    summary,
+    until,
+)
 
 ASSETS = REPO / "tests" / "assets"
 SMALL = ("strategy=single", "data.num_nodes=300", "data.num_edges=2000", "trainer.max_epochs=2")
@@ -61,7 +74,9 @@ def test_a_job_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), rest_exhaustive([(signal.SIGTERM, 143), (signal.SIGINT, 130)], (signal.SIGTERM, 143))
+)
 def test_a_signal_ends_all_jobs(number: int, code: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gtrain", *SWEEP, *SMALL, "trainer.max_epochs=100000", "seed=1,2"]
     # A shell starts background commands, such as the tests themselves, with SIGINT ignored, which is inherited.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from helpers import LIMIT, REPO, alive, until
+from helpers import LIMIT, REPO, alive, rest_exhaustive, until
 
 THREADED = REPO / "tests" / "assets" / "threaded_program.py"
 PROGRAM = """
@@ -186,7 +186,7 @@ def test_a_program_with_threads_gets_its_ranks_errors(tmp_path: Path) -> None:
     assert "because it has " in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", rest_exhaustive([signal.SIGKILL, signal.SIGINT, signal.SIGTERM], signal.SIGKILL))
 @pytest.mark.slow
 def test_no_rank_outlives_a_program_with_threads(tmp_path: Path, number: signal.Signals) -> None:
     job = forked.Program(str(THREADED), "wait", cwd=tmp_path)

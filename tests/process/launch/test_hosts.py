@@ -8,7 +8,7 @@ from subprocess import CompletedProcess
 
 import pytest
 from forked import gtrain
-from helpers import ok, show, summary
+from helpers import ok, rest_exhaustive, show, summary
 from namespaces import network
 
 from gtrain.wire import Security
@@ -28,7 +28,7 @@ def losses(folder: Path) -> list[float]:
     return [epoch["train/loss"] for epoch in summary(folder)["history"]]
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", rest_exhaustive(CASES, "sar", "pbg"))
 def test_four_hosts_train_as_one(name: str, tmp_path: Path) -> None:
     Security.create().save(tmp_path / "job.key")
     folders = [tmp_path / f"host{number}" for number in range(4)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from forked import gtrain
-from helpers import ok, summary
+from helpers import ok, rest_exhaustive, summary
 
 GRAPH = ("data.num_nodes=600", "data.num_edges=4000", "model.dropout=0.3", "trainer.max_epochs=4")
 SPARSE = ("data=planted_sparse", "data.num_rows=600", "data.num_features=400", "data.batch_size=32", "model=sparse")
@@ -44,7 +44,13 @@ def equal(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "where"), [*((strategy, "middle") for strategy in JOBS if strategy != "sar"), ("sar", "end")]
+    ("strategy", "where"),
+    rest_exhaustive(
+        [*((strategy, "middle") for strategy in JOBS if strategy != "sar"), ("sar", "end")],
+        ("pyg", "middle"),
+        ("ps", "middle"),
+        ("sar", "end"),
+    ),
 )
 def test_ranks_save_after_the_same_step_and_the_job_resumes_there(strategy: str, where: str, tmp_path: Path) -> None:
     """A rank gets SIGTERM, and the agent restarts the job: losses are those of a job that got none."""

@@ -21,7 +21,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from forked import Program
-from helpers import REPO, ok, run, summary
+from helpers import REPO, ok, rest_exhaustive, run, summary
 
 FOLDER = REPO / "examples" / "kubernetes"
 MODELS = {
@@ -209,7 +209,7 @@ def result(work: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["jobset", "trainjob"])
+@pytest.mark.parametrize("source", rest_exhaustive(["jobset", "trainjob"], "trainjob"))
 def test_the_commands_of_the_pods_train_as_one_machine_does(
     source: str, cluster: Path, undisturbed: dict[str, Any]
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from forked import enough, gtrain
-from helpers import alive, logs, ok, show, summary, until
+from helpers import alive, logs, ok, rest_exhaustive, show, summary, until
 from namespaces import network
 
 GRAPH = ("data.num_nodes=600", "data.num_edges=4000", "model.dropout=0.5")
@@ -50,7 +50,13 @@ def epochs(run: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "seconds"),
-    [*((strategy, SHORT) for strategy in STRATEGIES), ("sar", LONG), ("ps", LONG)],  # collectives, and requests
+    rest_exhaustive(
+        [*((strategy, SHORT) for strategy in STRATEGIES), ("sar", LONG), ("ps", LONG)],  # collectives, and requests
+        ("pyg", SHORT),
+        ("pbg", SHORT),
+        ("sar", LONG),
+        ("ps", LONG),
+    ),
 )
 def test_a_link_that_was_down_delays_the_job_and_changes_nothing(strategy: str, seconds: float, tmp_path: Path) -> None:
     arguments, run = [*STRATEGIES[strategy], "trainer.enable_progress_bar=false"], tmp_path / "run"

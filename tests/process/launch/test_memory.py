@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forked import gtrain, ok, summary
-from helpers import REPO
+from helpers import REPO, rest_exhaustive
 
 from gtrain.nn.table import INIT_ROWS
 from gtrain_pbg.machines.partition_server import PIECE_BYTES
@@ -78,7 +78,7 @@ KERNELS = 32 * MIB  # compiled code and its compiler, and the BLAS's buffers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machines", [1, 2])
+@pytest.mark.parametrize("machines", rest_exhaustive([1, 2], 2))
 def test_a_worker_of_pbg_holds_its_buffer(machines: int, tmp_path: Path) -> None:
     """Two partitions of twelve in training and in ranking; the others are files, of the machines' servers if several.
 

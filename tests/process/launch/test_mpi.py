@@ -16,7 +16,7 @@ from subprocess import CompletedProcess
 
 import forked
 import pytest
-from helpers import LIMIT, alive, clean_environment, descendants, has_logged, ok, run, summary, until
+from helpers import LIMIT, alive, clean_environment, descendants, has_logged, ok, rest_exhaustive, run, summary, until
 
 from gtrain.run.runs import last_checkpoint
 from gtrain.testing.processes import of_session
@@ -78,7 +78,11 @@ def losses(run_dir: Path) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "engine"),
-    [("sar", "open-mpi"), ("sar", "mpich"), ("pyg", "mpich"), ("ps", "open-mpi"), ("pbg", "mpich")],
+    rest_exhaustive(
+        [("sar", "open-mpi"), ("sar", "mpich"), ("pyg", "mpich"), ("ps", "open-mpi"), ("pbg", "mpich")],
+        ("sar", "mpich"),
+        ("ps", "open-mpi"),
+    ),
     indirect=["engine"],
 )
 def test_losses_equal_those_of_local_ranks(strategy: str, engine: tuple[str, ...], tmp_path: Path) -> None:
@@ -102,10 +106,15 @@ def test_a_refused_job_is_refused_once(engine: tuple[str, ...], tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "engine"),
-    [
-        *((victim, "open-mpi") for victim in ("rank 0", "rank 1", "mpirun", "server")),
-        *((victim, "mpich") for victim in ("rank 1", "mpirun")),
-    ],
+    rest_exhaustive(
+        [
+            *((victim, "open-mpi") for victim in ("rank 0", "rank 1", "mpirun", "server")),
+            *((victim, "mpich") for victim in ("rank 1", "mpirun")),
+        ],
+        ("rank 1", "open-mpi"),
+        ("server", "open-mpi"),
+        ("mpirun", "mpich"),
+    ),
     indirect=["engine"],
 )
 def test_who_is_killed_is_named_and_nothing_is_left(victim: str, engine: tuple[str, ...], tmp_path: Path) -> None:

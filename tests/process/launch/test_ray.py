@@ -17,7 +17,20 @@ from typing import Any
 
 import forked
 import pytest
-from helpers import LIMIT, REPO, clean_environment, gtrain, has_logged, logs, ok, run, show, summary, until
+from helpers import (
+    LIMIT,
+    REPO,
+    clean_environment,
+    gtrain,
+    has_logged,
+    logs,
+    ok,
+    rest_exhaustive,
+    run,
+    show,
+    summary,
+    until,
+)
 
 pytest.importorskip("ray")
 
@@ -238,7 +251,7 @@ def test_ten_kills_of_actors(cluster: Cluster, tmp_path: Path) -> None:
 
 @LONG
 @pytest.mark.slow
-@pytest.mark.parametrize("embedded", [True, False])
+@pytest.mark.parametrize("embedded", rest_exhaustive([True, False], True))
 def test_the_death_of_the_command_leaves_no_process(embedded: bool, cluster: Cluster, tmp_path: Path) -> None:
     memory = shared_memory()
     job = Running(tmp_path, *PS, env={} if embedded else cluster.environment)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked import gtrain
-from helpers import ok, summary
+from helpers import ok, rest_exhaustive, summary
 from local_s3 import local_s3
 
 QUICK = ("data.num_nodes=300", "data.num_edges=2400", "data.num_features=16", "data.num_classes=4")
@@ -95,7 +95,7 @@ def test_an_address_that_cannot_be_served_is_refused_before_the_data_are_read(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", JOBS)
+@pytest.mark.parametrize("strategy", rest_exhaustive(JOBS, "sar", "ps"))
 def test_every_strategy_keeps_its_checkpoints_in_s3(strategy: str, s3: dict[str, str], tmp_path: Path) -> None:
     check(JOBS[strategy], f"s3://runs/{strategy}", tmp_path, s3)
     if strategy == "pbg":
@@ -108,7 +108,7 @@ def test_every_strategy_keeps_its_checkpoints_in_s3(strategy: str, s3: dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sar", "ps"])
+@pytest.mark.parametrize("name", rest_exhaustive(["sar", "ps"], "ps"))
 def test_a_job_restarts_from_an_address(name: str, s3: dict[str, str], tmp_path: Path) -> None:
     """The job of sar restarts, and the killed rank of ps."""
     job = (*JOBS[name], "trainer.max_epochs=4")

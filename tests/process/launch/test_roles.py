@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import torch
 from forked import Program, command, gtrain, python
-from helpers import REPO, alive, descendants, ok, summary, until
+from helpers import REPO, alive, descendants, ok, rest_exhaustive, summary, until
 
 from gtrain.wire import Security
 
@@ -164,7 +164,7 @@ def test_under_torchrun_local_rank_0_starts_the_servers(undisturbed: Path, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["counter", "torchrun"])
+@pytest.mark.parametrize("victim", rest_exhaustive(["counter", "torchrun"], "counter"))
 def test_what_is_killed_under_torchrun_takes_the_servers_with_it(victim: str, tmp_path: Path) -> None:
     forever = ("trainer.max_epochs=100000", "strategy.timeout_seconds=30", "hydra.run.dir=run")
     job = Program(*torchrun("--nproc-per-node=2", "-m", "gtrain", *SMALL, *forever), cwd=tmp_path, env=FOUND)
@@ -181,7 +181,9 @@ def test_what_is_killed_under_torchrun_takes_the_servers_with_it(victim: str, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", ["cluster.key_file=job.key", "cluster.isolated=true"])
+@pytest.mark.parametrize(
+    "keys", rest_exhaustive(["cluster.key_file=job.key", "cluster.isolated=true"], "cluster.key_file=job.key")
+)
 def test_two_machines_of_torchrun_know_each_other_by_keys(keys: str, undisturbed: Path, tmp_path: Path) -> None:
     """The second counter is on the second machine, and its address is not local."""
     Security.create().save(tmp_path / "job.key")

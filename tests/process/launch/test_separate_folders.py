@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked import Program, gtrain
-from helpers import ok, summary
+from helpers import ok, rest_exhaustive, summary
 
 from gtrain.graph.store.files import node_file
 from gtrain.launch.sockets import is_loopback, own_address
@@ -102,7 +102,10 @@ def test_the_other_machine_fetches_what_it_reads(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "at_address"), [("sar", False), ("ps", False), ("sar", True), ("ps", True)])
+@pytest.mark.parametrize(
+    ("name", "at_address"),
+    rest_exhaustive([("sar", False), ("ps", False), ("sar", True), ("ps", True)], ("sar", True), ("ps", False)),
+)
 def test_a_job_resumes_and_predicts_from_the_checkpoint_of_the_first_machine(
     name: str, at_address: bool, tmp_path: Path
 ) -> None:

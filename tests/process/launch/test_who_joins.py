@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from forked import Program, enough, gtrain, lasting, python
-from helpers import LIMIT, REPO, ok, run, summary, until
+from helpers import LIMIT, REPO, ok, rest_exhaustive, run, summary, until
 
 from gtrain.wire import Security
 
@@ -140,7 +140,7 @@ def test_a_stopped_rank_is_named_and_waited_for(strategy: tuple[str, ...], tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", rest_exhaustive([0, 2], 2))
 def test_a_rank_that_stays_stopped_is_named_when_the_job_ends(victim: int, tmp_path: Path) -> None:
     more = ("trainer.num_nodes=3", "trainer.max_epochs=100000", "strategy.timeout_seconds=10")
     job = train(*more, "hydra.run.dir=run", cwd=tmp_path)

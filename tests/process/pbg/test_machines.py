@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from forked import Program, enough, gtrain, lasting, python
-from helpers import alive, logs, ok, summary, until
+from helpers import alive, logs, ok, rest_exhaustive, summary, until
 
 from gtrain_pbg.checkpoints import EpochProgress
 
@@ -242,7 +242,7 @@ def test_a_trainer_that_stands_still_loses_its_bucket_and_is_let_in_no_more(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", rest_exhaustive([0, 1], 0))
 def test_a_machine_that_is_lost_with_its_servers_ends_the_job_at_once(lost: int, tmp_path: Path) -> None:
     """All that it ran is killed: its command, trainer, partition and parameter server, and the first's lock server."""
     ok(gtrain("key", "cluster.key_file=job.key", cwd=tmp_path))
@@ -318,7 +318,7 @@ def log_of_lock(run: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["servers", "folder"])
+@pytest.mark.parametrize("where", rest_exhaustive(["servers", "folder"], "servers"))
 def test_machines_by_hand_with_keys_go_on_without_one_that_kept_nothing(where: str, tmp_path: Path) -> None:
     """All of the second machine is killed; partitions are on a server started by hand, or in a shared folder."""
     ok(gtrain("key", "cluster.key_file=job.key", cwd=tmp_path))

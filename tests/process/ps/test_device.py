@@ -24,7 +24,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case",), some_slow(((case,) for case in CASES), 3))
+@pytest.mark.parametrize("case", some_slow(CASES, 3, "whole graph"))
 def test_a_step_on_a_device_is_that_of_the_cpu(case: str, tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     edges = generator.integers(0, 90, (500, 2))

@@ -8,6 +8,7 @@ from typing import Any
 
 import forked
 import pytest
+from helpers import rest_exhaustive
 
 ROWS = ("data=planted_sparse", "data.num_rows=400", "data.num_features=150", "data.features_per_row=6")
 STEPS = ("model=sparse", "model.hidden_channels=8", "data.train_fraction=0.8", "data.val_fraction=0.1")
@@ -49,7 +50,11 @@ def optimizer(name: str) -> tuple[str, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "workers", "servers"),
-    [("SGD", 4, 2), ("Adagrad", 2, 4), ("RowwiseAdagrad", 1, 2), ("LazyAdam", 2, 1)],
+    rest_exhaustive(
+        [("SGD", 4, 2), ("Adagrad", 2, 4), ("RowwiseAdagrad", 1, 2), ("LazyAdam", 2, 1)],
+        ("Adagrad", 2, 4),
+        ("LazyAdam", 2, 1),
+    ),
 )
 def test_every_optimizer(sweep: Runner, name: str, workers: int, servers: int) -> None:
     """Other numbers of workers and servers: ``tests/unit/ps/test_service.py``, where they are threads."""

@@ -9,6 +9,7 @@ from typing import Any
 import forked
 import numpy as np
 import pytest
+from helpers import rest_exhaustive
 
 NODES, WORDS = 200, 90
 SETTINGS = ["callbacks=none", "logger=none", "trainer.max_epochs=4", "trainer.precision=64-true", "model.dropout=0.4"]
@@ -68,7 +69,7 @@ def test_sampled_batches(sweep: Sweep, bags: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["single", "sar", "pyg"])
+@pytest.mark.parametrize("strategy", rest_exhaustive(["single", "sar", "pyg"], "sar"))
 def test_bags_of_several_node_types(sweep: Sweep, real_data: Callable[[str], Path], strategy: str) -> None:
     """ACM: two of the three types have bags, whose layers are the linear ones of dense features."""
     arguments = ["data=heco", f"data.root={real_data('hetero')}", "model=hetero_sage", "model.hidden_channels=8"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import forked
 import pytest
+from helpers import rest_exhaustive
 
 SMALL = ["data.num_nodes=300", "data.num_edges=3000", "data.num_features=12", "data.num_classes=4"]
 SETTINGS = ["callbacks=none", "logger=none", "trainer.limit_test_batches=0", "trainer.max_epochs=10"]
@@ -41,7 +42,7 @@ def worst(expected: dict[str, Any], found: dict[str, Any], name: str = "train/lo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", rest_exhaustive(MODELS, "sage max", "gat"))
 def test_every_mode_and_number_of_ranks_on_a_planted_graph(sweep: Runner, model: str) -> None:
     arguments = [*SMALL, *MODELS[model], *EXACT]
     (single,) = sweep("strategy=single", "strategy.layers=plain", *arguments, name="single")
@@ -65,7 +66,7 @@ CONNECTED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", CONNECTED)
+@pytest.mark.parametrize("model", rest_exhaustive(CONNECTED, "gat"))
 def test_connections_around_convolutions_and_smoothed_labels(sweep: Runner, model: str) -> None:
     """Of three layers: the second has equal widths, and so a residual connection without weights."""
     arguments = [*SMALL, *CONNECTED[model], *EXACT, "model.num_layers=3", "model.label_smoothing=0.1"]
@@ -82,7 +83,7 @@ def test_connections_around_convolutions_and_smoothed_labels(sweep: Runner, mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["sage max", "gat"])
+@pytest.mark.parametrize("model", rest_exhaustive(["sage max", "gat"], "gat"))
 def test_cora(sweep: Runner, real_data: Callable[[str], Path], model: str) -> None:
     """A real graph's degrees; ten epochs are held above."""
     data = ["data=planetoid", "data.name=Cora", f"data.root={real_data('planetoid')}", "trainer.max_epochs=4"]
@@ -92,7 +93,7 @@ def test_cora(sweep: Runner, real_data: Callable[[str], Path], model: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "tolerance"), [("gcn", 1e-4), ("gin", 1e-3)])
+@pytest.mark.parametrize(("model", "tolerance"), rest_exhaustive([("gcn", 1e-4), ("gin", 1e-3)], ("gcn", 1e-4)))
 def test_photo_in_single_precision(
     sweep: Runner, real_data: Callable[[str], Path], model: str, tolerance: float
 ) -> None:
@@ -105,7 +106,7 @@ def test_photo_in_single_precision(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gcn", "gat"])
+@pytest.mark.parametrize("model", rest_exhaustive(["gcn", "gat"], "gat"))
 def test_with_dropout_mode_1_is_mode_2(sweep: Runner, model: str) -> None:
     arguments = [*SMALL, *MODELS[model], "trainer.precision=64-true", "trainer.num_nodes=3", "model.dropout=0.5"]
     first, second, again = sweep("mode=1,2", *arguments, name="both") + sweep("mode=1", *arguments, name="again")

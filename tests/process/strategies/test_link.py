@@ -9,7 +9,7 @@ from typing import Any
 import forked
 import pytest
 from forked import gtrain
-from helpers import ok, summary
+from helpers import ok, rest_exhaustive, summary
 
 SETTINGS = ["callbacks=none", "logger=none", "trainer.max_epochs=4", "trainer.precision=64-true", "model.dropout=0.3"]
 PLANTED = ["data=planted", "data.split=random", "data.num_nodes=200", "data.num_edges=1500", "data.num_features=8"]
@@ -55,7 +55,7 @@ def check_equal(expected: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", rest_exhaustive(CASES, "features", "relations"))
 def test_sar_is_exact(sweep: Runner, case: str) -> None:
     (single,) = sweep("strategy=single", "strategy.layers=plain", *CASES[case], name="single")
     assert 0 < single["metrics"]["test/mrr"] < 1
@@ -87,7 +87,7 @@ def test_ranks_without_edges_take_part(sweep: Runner, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", rest_exhaustive(CASES, "one of several types", "relations"))
 def test_pyg_over_all_neighbours_is_exact(sweep: Runner, case: str) -> None:
     arguments = [*CASES[case], "data.batch_size=200"]
     (single,) = sweep("strategy=single", "strategy.layers=plain", *arguments, name="single")
@@ -109,7 +109,7 @@ def test_pyg_samples_by_times(sweep: Runner) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["single", "pyg"])
+@pytest.mark.parametrize("strategy", rest_exhaustive(["single", "pyg"], "pyg"))
 def test_collegemsg(tmp_path: Path, real_data: Callable[[str], Path], strategy: str) -> None:
     """Better than ranking targets by how many messages they had while training, which gives 0.596."""
     data = f"data.path={real_data('temporal') / 'CollegeMsg.txt'}"

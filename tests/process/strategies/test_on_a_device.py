@@ -22,7 +22,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case",), some_slow(((case,) for case in CASES), 3))
+@pytest.mark.parametrize("case", some_slow(CASES, 3, "pyg, typed", "sar"))
 def test_losses_are_those_of_the_cpu(case: str, tmp_path: Path) -> None:
     plain = ("trainer.precision=64-true", "trainer.max_epochs=2", "trainer.limit_test_batches=0", "callbacks=none")
     ranks = "trainer.num_nodes=1" if case == "single" else "trainer.num_nodes=2"

@@ -8,6 +8,7 @@ from typing import Any
 
 import forked
 import pytest
+from helpers import rest_exhaustive
 
 SMALL = ["data.num_nodes=400", "data.num_edges=4000", "data.num_features=24", "data.num_classes=4"]
 SETTINGS = ["callbacks=none", "logger=none", "trainer.limit_test_batches=0", "trainer.max_epochs=6", "model.dropout=0"]
@@ -39,7 +40,7 @@ def worst(expected: dict[str, Any], actual: dict[str, Any], name: str = "train/l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["sage", "gcn", "gat"])
+@pytest.mark.parametrize("model", rest_exhaustive(["sage", "gcn", "gat"], "gat"))
 def test_full_batch(sweep: Runner, model: str) -> None:
     exact, mixed, low = sweep(
         "strategy=single", "trainer.precision=32-true,bf16-mixed,bf16-true", *MODELS[model], name="single"
