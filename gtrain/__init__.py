@@ -27,6 +27,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "run_local": "gtrain.launch.launchers.local",
+    "shard": "gtrain.plain_loop",
+    "ShardedGraph": "gtrain.plain_loop",
     "GraphStrategy": "gtrain.strategy.base",
     "GraphShard": "gtrain.graph.shard",
     "Store": "gtrain.graph.store",

@@ -57,12 +57,20 @@ def check_new_backend(said: str, folder: Path) -> None:
     assert len(re.findall(r"^epoch \d: loss [\d.]+ on one rank", said, re.MULTILINE)) == 5
 
 
+def check_plain_loop(said: str, folder: Path) -> None:
+    for figure in (r"loss ([\d.]+)", r"norm of the gradients ([\d.]+)"):
+        one, two = numbers(figure, said)
+        assert one == pytest.approx(two, rel=1e-10)
+    assert numbers(r"loss ([\d.]+)", said)[0] < 0.75, "of four classes, ln 4 is 1.39"
+
+
 CHECKS: dict[str, Callable[[str, Path], None]] = {
     "own_module": check_own_module,
     "own_data": check_own_data,
     "knowledge_graph": check_knowledge_graph,
     "click_log": check_click_log,
     "pyg_loader": check_pyg_loader,
+    "plain_loop": check_plain_loop,
     "sweep": check_sweep,
     "new_backend": check_new_backend,
 }
