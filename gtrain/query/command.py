@@ -61,8 +61,8 @@ def score(arguments: Sequence[str]) -> None:
     options, texts = take_options(arguments, ScoreOptions, "score")
     questions = [Question.parse(text) for text in _all_texts(options, texts, "score 'HEAD,RELATION,?'")]
     model = _open(options)
-    for question in questions:
-        answer = model.ask(question, k=options.k, filtered=options.filtered)
+    answers = model.ask_many(questions, k=options.k, filtered=options.filtered)
+    for question, answer in zip(questions, answers, strict=True):
         _print_score(question, answer, options.format)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -28,20 +28,21 @@ def known_answers(store: Store, given: Tensor, relation: Tensor, tails: bool) ->
     to_global = torch.empty_like(orig_ids)
     to_global[orig_ids] = torch.arange(len(orig_ids))
     wanted = to_global[given]
-    answers: list[list[Tensor]] = [[] for _ in given]
+    count = int(relation.max()) + 1
+    found, has_relations = [(wanted[:0], wanted[:0])], False
     for source, target, kind in _edges(store):
         ends, others = (source, target) if tails else (target, source)
-        some = torch.isin(ends, wanted).nonzero().flatten()
-        ends, others = ends[some], others[some]
-        kinds = None if kind is None else kind[some]
-        for number, (end, of) in enumerate(zip(wanted.tolist(), relation.tolist(), strict=True)):
-            mine = ends == end if kinds is None else (ends == end) & (kinds == of)
-            answers[number].append(orig_ids[others[mine].long()])
-    return [_distinct(pieces) for pieces in answers]
-
-
-def _distinct(pieces: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).unique()
+        some = torch.isin(ends, wanted)
+        if kind is not None:
+            some &= kind < count
+        # An edge's key is that of the questions it answers.
+        found.append((ends[some] * count + (0 if kind is None else kind[some].long()), orig_ids[others[some]]))
+        has_relations = kind is not None
+    keys, others = (torch.cat(pieces) for pieces in zip(*found, strict=True))
+    keys, order = keys.sort()
+    asked = wanted * count + (relation if has_relations else 0)
+    begin, end = torch.searchsorted(keys, asked), torch.searchsorted(keys, asked, right=True)
+    return [others[order[a:b]].unique() for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
 
 
 def _edges(store: Store) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,26 @@ class Answer:
 
     name: str
     score: float
+
+
+@dataclass(frozen=True)
+class _Query:
+    """A question with one given end.
+
+    Attributes:
+        relation: its name; None: the only one.
+        number: of the relation.
+        given_type, answer_type: entity types.
+        given: id of the given end within its type.
+        tails: whether tails are the answers.
+    """
+
+    relation: str | None
+    number: int
+    given_type: str
+    given: int
+    answer_type: str
+    tails: bool
 
 
 class TrainedModel:
@@ -103,19 +123,8 @@ class TrainedModel:
                 "a head and a tail were given, or none of them; one is asked for.", hint="give None for that one."
             )
         _check_count(k)
-        number, group, local = self._relation(relation)
-        tails = tail is None
-        ends = [self._end(number, side) for side in (0, 1)]
-        given_type, answer_type = ends if tails else ends[::-1]
-        given = self._types[given_type].encode([str(head if tails else tail)])
-        known = None
-        if filtered:
-            # The store's ids count through all types.
-            ids = given + self._first(given_type)
-            every = known_answers(self._opened.store, ids, torch.tensor([number]), tails)
-            known = [ids - self._first(answer_type) for ids in every]
-        ids, scores = group.answers(given, local, k, known, tails=tails)
-        return self._answers(answer_type, ids, scores)[0]
+        query = self._query(head, relation, tail)
+        return self._best(query, k, self._known([query])[query] if filtered else None)
 
     def score(self, head: str, relation: str | None, tail: str) -> tuple[float, float]:
         """Return the scores of an edge: of the tail for the head, and of the head for the tail.
@@ -134,10 +143,25 @@ class TrainedModel:
         self, question: str | Question, *, k: int = 10, filtered: bool = False
     ) -> list[Answer] | tuple[float, float]:
         """Answer a question in text, such as ``HEAD,RELATION,?``: :meth:`answers`, or :meth:`score` of an edge."""
-        asked = Question.parse(question) if isinstance(question, str) else question
-        if asked.head is not None and asked.tail is not None:
-            return self.score(asked.head, asked.relation, asked.tail)
-        return self.answers(asked.head, asked.relation, asked.tail, k=k, filtered=filtered)
+        return next(self.ask_many([question], k=k, filtered=filtered))
+
+    def ask_many(
+        self, questions: Iterable[str | Question], *, k: int = 10, filtered: bool = False
+    ) -> Iterator[list[Answer] | tuple[float, float]]:
+        """Yield the answer to each question, see :meth:`ask`. The edges of the data are read once for all of them.
+
+        Raises:
+            ConfigError: with the first answer, if a question is malformed or a name is unknown.
+        """
+        _check_count(k)
+        parsed = [Question.parse(question) if isinstance(question, str) else question for question in questions]
+        queries = [None if _is_edge(asked) else self._query(asked.head, asked.relation, asked.tail) for asked in parsed]
+        known = self._known([query for query in queries if query is not None]) if filtered else {}
+        for asked, query in zip(parsed, queries, strict=True):
+            if query is None:
+                yield self.score(str(asked.head), asked.relation, str(asked.tail))
+            else:
+                yield self._best(query, k, known.get(query))
 
     def neighbors(
         self,
@@ -246,6 +270,35 @@ class TrainedModel:
 
     # ------------------------------------------------------------------------------------------------- inside
 
+    def _query(self, head: str | None, relation: str | None, tail: str | None) -> _Query:
+        """Return the numbers of a question with one given end."""
+        number, _, _ = self._relation(relation)
+        tails = tail is None
+        ends = [self._end(number, side) for side in (0, 1)]
+        given_type, answer_type = ends if tails else ends[::-1]
+        given = int(self._types[given_type].encode([str(head if tails else tail)]))
+        return _Query(relation, number, given_type, given, answer_type, tails)
+
+    def _known(self, queries: Sequence[_Query]) -> dict[_Query, Tensor]:
+        """Return the answers in the data by question, ids within their type; one pass for each direction."""
+        known: dict[_Query, Tensor] = {}
+        for tails in (True, False):
+            some = [query for query in dict.fromkeys(queries) if query.tails == tails]
+            if not some:
+                continue
+            # The store's ids count through all types.
+            given = torch.tensor([query.given + self._first(query.given_type) for query in some])
+            relation = torch.tensor([query.number for query in some])
+            every = known_answers(self._opened.store, given, relation, tails)
+            known |= {q: ids - self._first(q.answer_type) for q, ids in zip(some, every, strict=True)}
+        return known
+
+    def _best(self, query: _Query, k: int, left_out: Tensor | None) -> list[Answer]:
+        _, group, local = self._relation(query.relation)
+        known = None if left_out is None else [left_out]
+        ids, scores = group.answers(torch.tensor([query.given]), local, k, known, tails=query.tails)
+        return self._answers(query.answer_type, ids, scores)[0]
+
     def _relation(self, name: str | None) -> tuple[int, GroupScores, int]:
         """Return the number of a relation, the scores of its group, and its number in the group."""
         if name is None:
@@ -294,6 +347,10 @@ class TrainedModel:
             named = self._types[entity_type].decode(some[kept].tolist())
             answers.append([Answer(*pair) for pair in zip(named, of[kept].tolist(), strict=True)])
         return answers
+
+
+def _is_edge(question: Question) -> bool:
+    return question.head is not None and question.tail is not None
 
 
 def _check_count(k: int) -> None:

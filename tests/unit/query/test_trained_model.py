@@ -22,6 +22,7 @@ from gtrain.graph.store import Store
 from gtrain.model.kg.embedding import KGEmbedding
 from gtrain.model.kg.scores import COMPARATORS, OPERATORS
 from gtrain.nn import tables
+from gtrain.query import known
 from gtrain.query.command import NeighborOptions, take_options
 from gtrain.query.index import NeighborIndex, num_groups
 from gtrain.query.model import TrainedModel
@@ -163,6 +164,18 @@ def test_known_edges_are_left_out(store: Store) -> None:
     assert {answer.name for answer in model.answers("ann, the first", "lives", None, filtered=True)} == {"bern"}
     heads = {answer.name for answer in model.answers(None, "lives", "oslo", filtered=True)}
     assert heads == {"bob", "cleo", "dora"}
+
+
+def test_many_questions_read_the_edges_once_for_each_direction(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = trained(store)
+    edge = 'bob,knows,"ann, the first"'
+    questions = ["bob,knows,?", "?,lives,oslo", '"ann, the first",lives,?', edge, "bob,knows,?"]
+    each = [model.ask(question, filtered=True) for question in questions]
+    passes: list[int] = []
+    monkeypatch.setattr(known, "_edges", lambda of, edges=known._edges: (passes.append(1), edges(of))[1])
+    assert list(model.ask_many(questions, filtered=True)) == each
+    assert len(passes) == 2
+    assert {answer.name for answer in each[0]} == {"bob", "cleo"}
 
 
 def test_rows_that_stay_in_the_checkpoint_give_the_same_answers(store: Store) -> None:
