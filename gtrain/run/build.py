@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -98,9 +98,10 @@ def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
         return _lightning_module(target, settings, store)
     is_link, scale = settings.get("task") == "link", facts.get("label_scale")
     if is_link:
+        _check_classifier_settings(settings, "model.task=link predicts edges, which have no classes")
         settings = {**settings, "out_channels": settings.get("out_channels") or settings["hidden_channels"]}
     elif scale is not None:
-        _check_regression(settings)
+        _check_classifier_settings(settings, "the labels are numbers to predict, not classes")
     elif facts.get("num_classes") is None:
         raise ConfigError(
             "the graph has no labels, and a node classifier needs them.",
@@ -128,13 +129,12 @@ def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
     )
 
 
-def _check_regression(settings: dict[str, Any]) -> None:
-    """Refuse settings of classifiers for labels that are numbers to predict."""
-    for name in ("class_weights", "label_smoothing", "test_metrics"):
-        if settings.get(name) not in (None, 0):
+def _check_classifier_settings(settings: dict[str, Any], reason: str, taken: Container[str] = ()) -> None:
+    """Refuse settings of classifiers for a model that is none, except those that it takes."""
+    for name, unset in (("class_weights", "null"), ("label_smoothing", "0"), ("test_metrics", "null")):
+        if settings.get(name) not in (None, 0) and name not in taken:
             raise ConfigError(
-                f"model.{name}={settings[name]} was set, and the labels are numbers to predict, not classes.",
-                hint=f"set model.{name}=null.",
+                f"model.{name}={settings[name]} was set, and {reason}.", hint=f"set model.{name}={unset}."
             )
 
 
@@ -279,6 +279,8 @@ def _lightning_module(target: type[pl.LightningModule], settings: dict[str, Any]
             hint="set model to a network, such as mlp, sage or hetero_sage; or label_kind to class.",
         )
     names, sizes = inspect.signature(target).parameters, _sizes(store)
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in names.values()):
+        _check_classifier_settings(settings, f"{target.__name__} does not take it", names)
     shared = _SHARED | _MODULE | sizes.keys()
     arguments = {key: value for key, value in {**sizes, **settings}.items() if key in names or key not in shared}
     for key in _OPTIMIZERS:

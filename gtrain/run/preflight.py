@@ -232,15 +232,24 @@ def _check_monitors(config: dict[str, Any], sketch: ModelSketch) -> None:
         return
     if not type(sketch.model).__module__.startswith("gtrain."):
         return
-    collections = [module for module in sketch.model.modules() if isinstance(module, MetricCollection)]
-    names = {str(name) for collection in collections for name in collection.keys(keep_base=False)}
-    logged = {"train/loss", "val/loss", *(name for name in names if name.startswith("val/"))}
-    if sketch.traits.task == "link" or (isinstance(sketch.model, Classifier) and not sketch.sized):
-        # Logged for edges, and for classes if there turn out to be two.
-        logged.add("val/auc")
+    logged, score = logged_values(sketch), config["model"].get("score")
     for name, node in config["callbacks"].items():
         monitor, key = node.get("monitor") if isinstance(node, dict) else None, f"callbacks.{name}"
         if not isinstance(monitor, str) or monitor in ("auto", *logged):
             continue
         if has_plain_constructor(build.find_target(node["_target_"], key)):
-            raise unknown_monitor(f"{key}.monitor", monitor, logged)
+            raise unknown_monitor("model.score" if monitor == score else f"{key}.monitor", monitor, logged)
+
+
+def logged_values(sketch: ModelSketch) -> set[str]:
+    """Return the names of the values that gtrain's model logs in training and validation.
+
+    A sketch without the sizes of the graph may log fewer: ``val/auc`` is among them if there may be two classes.
+    """
+    assert sketch.model is not None
+    collections = [module for module in sketch.model.modules() if isinstance(module, MetricCollection)]
+    names = {str(name) for collection in collections for name in collection.keys(keep_base=False)}
+    logged = {"train/loss", "val/loss", *(name for name in names if name.startswith("val/"))}
+    if sketch.traits.task == "link" or (isinstance(sketch.model, Classifier) and not sketch.sized):
+        logged.add("val/auc")
+    return logged

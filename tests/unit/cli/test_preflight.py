@@ -261,7 +261,25 @@ def test_a_mistake_is_refused_before_the_data_are_read(overrides: list[str], sai
         (["+bogus=1"], "bogus=1 was set; the configuration has no key bogus"),
         (["+verbs=test"], "did you mean verb?"),
         (["data.num_parts=0"], "data.num_parts=0 was set; it must be at least 1"),
-        (["callbacks.checkpoint.monitor=nosuch"], "It logs train/loss, val/acc, "),
+        (["callbacks.checkpoint.monitor=nosuch"], "callbacks.checkpoint.monitor=nosuch was set"),
+        (
+            ["model.score=val/mrr"],
+            "model.score=val/mrr was set; the model does not log val/mrr. It logs train/loss, val/acc",
+        ),
+        (
+            [
+                "model=sage",
+                "model.task=link",
+                "data=planted_temporal",
+                "model.score=val/mrr",
+                "model.label_smoothing=0.1",
+            ],
+            "model.label_smoothing=0.1 was set, and model.task=link predicts edges, which have no classes",
+        ),
+        (
+            ["model=kg", "data=planted_kg", "+model.label_smoothing=0.1"],
+            "model.label_smoothing=0.1 was set, and KGEmbedding does not take it.\nHINT: set model.label_smoothing=0.",
+        ),
         (["callbacks=early_stopping", "callbacks.early_stopping.monitor=val/los"], "monitor=val/los was set"),
         (["data=edges", "data.path=/dev/null"], "/dev/null is a device, a pipe or a socket"),
         (["ckpt_path=/dev/null"], "ckpt_path=/dev/null was set, which is neither a checkpoint folder nor a file"),
