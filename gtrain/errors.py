@@ -38,7 +38,7 @@ class DiskFullError(GtrainError):
 
 
 class DeviceMemoryError(GtrainError):
-    """A rank's device has no memory left; the message says what the memory held."""
+    """A rank has no memory left, on its device or on its machine; the message says what the memory held."""
 
 
 @contextlib.contextmanager

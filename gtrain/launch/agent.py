@@ -22,6 +22,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from omegaconf import DictConfig
+
+from gtrain import backends
 from gtrain.errors import GtrainError, InterruptedRunError, RankFailedError, SilentRankError
 from gtrain.launch import cuda, links
 from gtrain.launch.children import PRELOAD, Child, ProcessSpec
@@ -100,7 +103,7 @@ def supervise(job: Job, make_specs: Callable[[], Sequence[ProcessSpec]]) -> None
                 job.line.close()
     if failed and (child := first_cause(job.children)) is not None:
         _record(job, child, "failed")
-        raise error_for(child, job.size(child.slot.role), job.log_dir)
+        raise error_for(child, job.size(child.slot.role), job.log_dir, _less_memory(job, child))
 
 
 def preload() -> None:
@@ -345,13 +348,14 @@ def died_of_external_cause(child: Child) -> bool:
     return child.failed and (child.failure is None or child.failure["echo"])
 
 
-def error_for(child: Child, of: int, log_dir: Path) -> GtrainError:
+def error_for(child: Child, of: int, log_dir: Path, less_memory: Sequence[str] = ()) -> GtrainError:
     """Return the exception that reports a failed child.
 
     Args:
         child: the first cause.
         of: number of processes of its role.
         log_dir: folder of the logs.
+        less_memory: what reduces the memory of a rank, clauses in the imperative.
     """
     failure = child.failure
     if failure is not None and failure["user"] and not failure["echo"]:  # it tells the user what to do
@@ -364,10 +368,26 @@ def error_for(child: Child, of: int, log_dir: Path) -> GtrainError:
     killed = child.status == -signal.SIGKILL and child.silent_seconds is None
     advice = "the kernel kills with SIGKILL when memory runs out; " if killed else ""
     if child.out_of_memory:
-        advice = f"all processes of this machine together may use {usable_memory() / 2**30:.1f} GiB; gtrain plan shows "
-        advice += "which strategy needs how much; "
+        advice = _memory_advice(child, less_memory)
     hint = f"{advice}the {_kind(child)}'s log is {log}"
     return RankFailedError(f"{describe_end(child, of)}.", hint=hint, external=external)
+
+
+def _less_memory(job: Job, child: Child) -> Sequence[str]:
+    """Return what reduces the memory of a rank of this job's strategy; empty for servers and jobs of programs."""
+    config = job.config
+    if child.slot.role != WORKER or not isinstance(config, DictConfig) or "strategy" not in config:
+        return ()
+    return backends.get(config["strategy"]["name"]).less_memory
+
+
+def _memory_advice(child: Child, less_memory: Sequence[str]) -> str:
+    """Return what a process held that was killed because memory ran out, and what reduces it."""
+    gib = 2**30
+    parts = f", of that {child.holds} in its first step" if child.holds else ""
+    limit = f"all processes of this machine together may use {usable_memory() / gib:.1f} GiB"
+    held = f"it held {child.peak_bytes / gib:.1f} GiB at its peak{parts}; {limit}; "
+    return f"{held}{''.join(f'{each}; or ' for each in less_memory)}see with gtrain plan which strategy needs less; "
 
 
 def describe_end(child: Child, of: int) -> str:

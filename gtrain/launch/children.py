@@ -94,6 +94,8 @@ class Child:
     started_at: float = field(default_factory=time.monotonic)
     next_stacks_seconds: float = _STACKS_SECONDS  # the next wait after which it is asked for its stacks
     oom_kills: int = field(default_factory=oom_kills)  # of the machine, before it started
+    holds: str = ""  # sizes of its parameters and of its first batch, which it reported
+    peak_bytes: int = 0  # peak resident memory, known when it has ended
     out_of_memory: bool = False  # the kernel killed it, or another one meanwhile, because memory ran out
     complaints: list[tuple[str, float, bool]] = field(default_factory=list)  # process, seconds, whether it is silent
     closed: bool = field(default=False, repr=False)
@@ -130,6 +132,8 @@ class Child:
                 self.may_be_lost = message["value"]
             case "saves on request":
                 self.saves_on_request = message["value"]
+            case "holds":
+                self.holds = message["text"]
             case "joined":
                 self.joined = True
             case "say":
@@ -156,7 +160,8 @@ class Child:
         self.ended_ns = time.monotonic_ns()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        _, status, usage = os.wait4(self.pid, 0)
+        self.status, self.peak_bytes = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
         self.out_of_memory = self.status == -signal.SIGKILL and oom_kills() > self.oom_kills
         return True
 

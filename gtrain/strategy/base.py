@@ -134,7 +134,7 @@ class GraphStrategy(ParallelStrategy):
         self.interruption = Interruption()
         self.counters = Counters()
         self.group = Group(counters=self.counters)
-        self._group_formed = self._accumulating = False
+        self._group_formed = self._accumulating = self._holdings_reported = False
         self._shards: dict[Path, Any] = {}
         self.trainer: pl.Trainer | None = None
         self._servers: Servers | None = None
@@ -370,8 +370,8 @@ class GraphStrategy(ParallelStrategy):
         super().on_exception(exception)
 
     def explained(self, exception: BaseException) -> BaseException:
-        """Return the error that tells a user what to do, for an exception of this rank's device; else the exception."""
-        if not device_memory.is_out_of_memory(exception):
+        """Return the error that tells a user what to do, for a rank without memory; else the exception."""
+        if isinstance(exception, GtrainError) or not device_memory.is_out_of_memory(exception):
             return exception
         if self._explained is None:  # before the teardown, which frees the memory
             backend = get(self.strategy_name) if self.strategy_name in installed() else None
@@ -518,6 +518,10 @@ class GraphStrategy(ParallelStrategy):
         if the module averages over something else, such as class weights; the total is the sum over all ranks.
         Gradients are then *summed*, so that the step equals that of a single process for any division of the seeds.
         """
+        if not self._holdings_reported:
+            # If the kernel kills this rank, nothing else can say what it held.
+            self._holdings_reported = True
+            slots.report("holds", text=device_memory.holdings(self.lightning_module, args[0]))
         if self._exact is not None:
             assert self.trainer is not None
             batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx

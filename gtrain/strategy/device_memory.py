@@ -1,21 +1,30 @@
-"""The message for a rank whose device has no memory left: what the memory held, and which settings reduce it."""
+"""The message for a rank that has no memory left, on its device or on the host: what the memory held, and which
+settings reduce it."""
 
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import DeviceMemoryError
+from gtrain.memory.limits import meminfo, usable_memory
+from gtrain.strategy.counters import rss_bytes
 
 _LARGEST = 3
 """Tensors of batches and graphs that the message names."""
 _DRIVER_MESSAGES = ("CUDA error: out of memory", "CUDA_ERROR_OUT_OF_MEMORY")
+_HOST_MESSAGE = "DefaultCPUAllocator"
+"""In the RuntimeError of torch's allocator, with ``not enough memory`` or ``can't allocate memory``."""
+_HOST = torch.device("cpu")
 _GENERAL_HINT = "lower data.batch_size or the width of the model's layers, or start more ranks on more devices."
 
 
@@ -53,16 +62,34 @@ def read_memory(device: torch.device) -> DeviceMemory | None:
 
 
 def is_out_of_memory(exception: BaseException | None) -> bool:
-    """Whether an exception, or one of its causes, says that a device has no memory left."""
+    """Whether an exception, or one of its causes, says that a device or the host has no memory left."""
+    return _of_device(exception) is not None or _of_host(exception) is not None
+
+
+def _of_device(exception: BaseException | None) -> BaseException | None:
+    """Return the exception or cause that says that a device has no memory left; None without one."""
+    for each in _chain(exception):
+        driver = isinstance(each, RuntimeError) and any(text in str(each) for text in _DRIVER_MESSAGES)
+        if driver or isinstance(each, torch.OutOfMemoryError):
+            return each
+    return None
+
+
+def _of_host(exception: BaseException | None) -> BaseException | None:
+    """Return the exception or cause that says that the host has no memory left: of torch, numpy or Python."""
+    for each in _chain(exception):
+        if isinstance(each, MemoryError) or (isinstance(each, RuntimeError) and _HOST_MESSAGE in str(each)):
+            return each
+    return None
+
+
+def _chain(exception: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and its causes."""
     seen: set[int] = set()
     while exception is not None and id(exception) not in seen:
-        if isinstance(exception, torch.OutOfMemoryError):
-            return True
-        if isinstance(exception, RuntimeError) and any(text in str(exception) for text in _DRIVER_MESSAGES):
-            return True
+        yield exception
         seen.add(id(exception))
         exception = exception.__cause__ or exception.__context__
-    return False
 
 
 def out_of_memory(
@@ -75,7 +102,7 @@ def out_of_memory(
     hints: Sequence[str],
     memory: DeviceMemory | None = None,
 ) -> DeviceMemoryError | None:
-    """Return the error for an exception that says that a device has no memory left; None for another exception.
+    """Return the error for an exception that says that there is no memory left; None for another exception.
 
     Args:
         exception: as it was raised; its traceback keeps the tensors of the failed step alive.
@@ -86,8 +113,10 @@ def out_of_memory(
         hints: what reduces the memory, clauses in the imperative.
         memory: of the device; None: :func:`read_memory`.
     """
-    if not is_out_of_memory(exception):
-        return None
+    hint = f"{'; or '.join(hints)}." if hints else _GENERAL_HINT
+    if _of_device(exception) is None:
+        on_host = _of_host(exception)
+        return None if on_host is None else DeviceMemoryError(_host_text(on_host, rank, module, optimizers), hint=hint)
     memory = memory or read_memory(device)
     name = str(device)
     if memory is not None:
@@ -101,8 +130,37 @@ def out_of_memory(
         )
     if parts:
         sentences.append(f"Allocated: {', '.join(parts)}.")
-    hint = f"{'; or '.join(hints)}." if hints else _GENERAL_HINT
     return DeviceMemoryError(" ".join(sentences), hint=hint)
+
+
+def _host_text(exception: BaseException, rank: str, module: Module | None, optimizers: Sequence[Optimizer]) -> str:
+    """Return what the rank held, and what it could not allocate."""
+    held, sentences = rss_bytes(), [f"{rank} ran out of memory on its machine ({gibibytes(usable_memory())})."]
+    amount = re.search(r"tried to allocate (\d+) bytes|[Uu]nable to allocate ([\d.]+ \wiB)", str(exception))
+    wanted = "" if amount is None else f" when it needed {amount[2] or gibibytes(int(amount[1]))} more"
+    sentences.append(f"It held {gibibytes(held)}{wanted}; {gibibytes(meminfo('MemAvailable'))} were available.")
+    parts = _parts(_HOST, module, optimizers, None)
+    if parts:
+        sentences.append(f"Allocated: {', '.join(parts)}; the rest are libraries and results of the step.")
+    return " ".join(sentences)
+
+
+def holdings(module: Module | None, batch: Any) -> str:
+    """Return the sizes of the parameters and of the tensors of a batch: ``parameters and buffers 4.0 MiB, x 64.0 MiB``.
+
+    Args:
+        module: the model.
+        batch: a ``Data`` or ``HeteroData``, whose tensors of one name count together; others have no sizes.
+    """
+    tensors = [] if module is None else [*module.parameters(), *module.buffers()]
+    sizes = {"parameters and buffers": sum(tensor.nbytes for tensor in tensors)}
+    entries: dict[str, int] = {}
+    for store in batch.stores if isinstance(batch, (Data, HeteroData)) else ():
+        for name, value in store.items():
+            if isinstance(value, Tensor) and value.layout == torch.strided:
+                entries[name] = entries.get(name, 0) + value.nbytes
+    largest = sorted(entries.items(), key=lambda item: -item[1])[:_LARGEST]
+    return ", ".join(f"{name} {gibibytes(size)}" for name, size in (*sizes.items(), *largest))
 
 
 def _device_name(device: torch.device) -> str:

@@ -1,7 +1,8 @@
-"""A rank whose device has no memory left names it, what it had there, and the settings to turn down."""
+"""A rank without memory on its device or its machine says what it held, and which settings to turn down."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,19 @@ def test_the_job_ends_with_the_message_of_the_rank_that_ran_out(strategy: str, h
     assert hint in done.stderr and "Traceback" not in done.stderr
     log = (tmp_path / "run" / "logs" / "rank-1.log").read_text()
     assert "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." in log
+
+
+def test_a_rank_that_its_machine_has_no_memory_for_says_what_it_held(tmp_path: Path) -> None:
+    full = "+callbacks.full={_target_:devices.full.RunsOutOnTheHost,rank:1}"
+    environment = {"PYTHONPATH": str(REPO / "tests" / "assets")}
+    done = gtrain("strategy=sar", *SMALL, full, cwd=tmp_path, env=environment)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    said = re.search(
+        r"gtrain: rank 1 of 2 ran out of memory on its machine \([\d.]+ GiB\)\. It held ([\d.]+ [GM]iB) when it needed "
+        r"2\.00 GiB more; [\d.]+ [GM]iB were available\. Allocated: parameters and buffers ",
+        done.stderr,
+    )
+    assert said is not None, done.stderr
+    assert "HINT: set mode=1 and strategy.prefetch=0" in done.stderr
+    log = (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+    assert "DefaultCPUAllocator" in log

@@ -12,7 +12,7 @@ import pytest
 from helpers import until
 
 from gtrain.launch import children
-from gtrain.launch.agent import describe_end
+from gtrain.launch.agent import describe_end, error_for
 from gtrain.launch.children import Child, ProcessSpec
 from gtrain.launch.environment import SAY_SECONDS
 from gtrain.launch.slot import WORKER, Slot
@@ -65,3 +65,35 @@ def test_a_process_that_others_wait_for_writes_its_stacks_to_its_log_and_is_kill
         assert process.stderr is not None and process.stderr.read() == b""
         for child in (old, young):
             child.close()
+
+
+GREEDY = "held = bytearray(200 << 20); print('ready', flush=True); import time; time.sleep(600)"
+
+
+def test_a_rank_that_the_kernel_killed_is_reported_with_what_it_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = [7]
+    monkeypatch.setattr(children, "oom_kills", lambda: kills[0])
+    with subprocess.Popen([sys.executable, "-c", GREEDY], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        reports, write = os.pipe()
+        os.set_blocking(reports, False)
+        spec = ProcessSpec(Slot(WORKER, 1, 1, 0), "task")
+        child = Child(spec, process.pid, os.pidfd_open(process.pid), reports, oom_kills=7)
+        os.write(write, b'{"kind": "holds", "text": "parameters and buffers 4.0 MiB, x 64.0 MiB"}\n')
+        os.close(write)
+        child.read_reports()
+        kills[0] += 1
+        process.kill()
+        assert child.reap(wait=True)
+        child.close()
+    assert child.peak_bytes > 200 << 20
+    error = error_for(child, 2, tmp_path, ("set mode=1", "start more ranks"))
+    assert error.message == "rank 1 of 2 (machine 1) was killed by SIGKILL, because memory ran out."
+    held = "parameters and buffers 4.0 MiB, x 64.0 MiB"
+    start = (
+        f"it held {child.peak_bytes / 2**30:.1f} GiB at its peak, of that {held} in its first step; all processes of"
+    )
+    advice = "set mode=1; or start more ranks; or see with gtrain plan which strategy needs less; the rank's log is "
+    assert error.hint is not None and error.hint.startswith(start) and f"; {advice}" in error.hint

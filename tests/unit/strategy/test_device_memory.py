@@ -9,13 +9,15 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch_geometric.data import HeteroData
 
 from gtrain import backends
 from gtrain.config import TrainerConfig
 from gtrain.data.config import DataConfig
+from gtrain.memory.limits import usable_memory
 from gtrain.model.config import NetworkConfig
 from gtrain.model.kg.embedding import KGEmbedding
-from gtrain.strategy.device_memory import DeviceMemory, is_out_of_memory, out_of_memory
+from gtrain.strategy.device_memory import DeviceMemory, gibibytes, holdings, is_out_of_memory, out_of_memory
 
 CPU = torch.device("cpu")
 MIB, GIB = 2**20, 2**30
@@ -71,12 +73,42 @@ def test_without_figures_of_the_device_the_message_has_the_known_parts() -> None
     assert "data.batch_size" in error.hint
 
 
-def test_only_exceptions_of_device_memory_are_recognised() -> None:
+def test_the_host_has_the_bytes_of_the_process_and_what_it_could_not_allocate() -> None:
+    module = nn.Linear(1024, 1024, bias=False)
+    torchs = RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 3221225472 bytes. Error code 12 (Cannot allocate memory)"
+    )
+    numpys = MemoryError("Unable to allocate 7.45 GiB for an array with shape (1000000000,) and data type float64")
+    for exception, wanted in ((torchs, "3.00 GiB"), (numpys, "7.45 GiB")):
+        error = out_of_memory(
+            exception, rank="rank 1 of 2", device=CPU, module=module, optimizers=[], hints=["set mode=1"]
+        )
+        assert error is not None and error.hint == "set mode=1."
+        assert f"rank 1 of 2 ran out of memory on its machine ({gibibytes(usable_memory())}). It held " in error.message
+        assert f" when it needed {wanted} more; " in error.message
+        assert "Allocated: parameters and buffers 4.0 MiB" in error.message
+    empty = out_of_memory(MemoryError(), rank="rank 0 of 1", device=CPU, module=None, optimizers=[], hints=[])
+    assert empty is not None and "when it needed" not in empty.message
+
+
+def test_what_a_rank_holds_in_its_first_step() -> None:
+    batch = HeteroData()
+    batch["paper"].x, batch["author"].x = torch.zeros(1024, 512), torch.zeros(1024, 256)
+    batch["paper", "cites", "paper"].edge_index = torch.zeros(2, 1 << 15, dtype=torch.int64)
+    held = "parameters and buffers 1.0 MiB, x 3.0 MiB, edge_index 0.5 MiB"
+    assert holdings(nn.Linear(512, 512, bias=False), batch) == held
+    assert holdings(None, [batch]) == "parameters and buffers 0.0 MiB"
+
+
+def test_only_exceptions_of_memory_are_recognised() -> None:
     wrapped = RuntimeError("a hook failed")
     wrapped.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
     driver = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
-    assert all(map(is_out_of_memory, [torch.OutOfMemoryError("x"), wrapped, driver]))
-    assert not any(map(is_out_of_memory, [None, MemoryError(), RuntimeError("CUDA error: an illegal memory access")]))
+    assert all(map(is_out_of_memory, [torch.OutOfMemoryError("x"), wrapped, driver, MemoryError()]))
+    assert not any(
+        map(is_out_of_memory, [None, OSError(12, "x"), RuntimeError("CUDA error: an illegal memory access")])
+    )
     other = dict(rank="rank 0 of 1", device=CPU, module=None, optimizers=[], hints=[])
     assert out_of_memory(ValueError("x"), **other) is None  # type: ignore[arg-type]
 
