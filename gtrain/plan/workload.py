@@ -236,7 +236,7 @@ def describe(
         dense=sum(p.numel() for p in plain if p.dim() >= 2 and id(p) not in inner),
         parameters=sum(p.numel() for p in plain if not isinstance(p, nn.UninitializedParameter)),
         states=_states(config["model"].get("optimizer")),
-        table_states=_states(_sparse_optimizer(config)),
+        table_states=table_states(config),
         tables=tuple(_table(table, nodes, width) for _, table in named_tables),
         dropout=float(config["model"].get("dropout") or 0) > 0,
         heterogeneous=heterogeneous,
@@ -294,10 +294,10 @@ def _kind(conv: MessagePassing) -> str:
     return _KINDS.get(type(conv), SUM if type(conv).__name__ == "GINConv" else OTHER)
 
 
-def _sparse_optimizer(config: Mapping[str, Any]) -> Any:
-    """Return the settings of the optimizer of tables."""
+def table_states(config: Mapping[str, Any]) -> int:
+    """Return the numbers that the optimizer of tables keeps for each parameter; one for each row does not count."""
     own = config["model"].get("sparse_optimizer") or {}
-    return own if own.get("_target_") else config["model"].get("optimizer")
+    return _states(own if own.get("_target_") else config["model"].get("optimizer"))
 
 
 def _states(optimizer: Any) -> int:

@@ -44,6 +44,7 @@ from gtrain.record.collecting import collect_record
 from gtrain.record.process_log import ProcessLog
 from gtrain.run import build, report, runs
 from gtrain.run.sketch import sketch_model
+from gtrain.run.table_sizes import table_sizes
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.counters import PeakMemory
@@ -181,6 +182,8 @@ class Task:
         # After prepare, which forks: this starts a thread, and a process with threads cannot fork.
         memory.start()
         store = data.open_store()
+        if strategy.is_global_zero and (sizes := table_sizes(config, store)) is not None:
+            log.info("%s", sizes)
         with strategy.making_model():
             model = build.make_model(config["model"], store)
         traits = backends.Traits(kind(model), data.task, store.is_hetero, any(True for _ in tables(model)))
