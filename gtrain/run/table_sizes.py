@@ -50,4 +50,6 @@ def table_sizes(config: Mapping[str, Any], store: Store) -> str | None:
     if config["verb"] != "train":
         return f"{text} over all ranks"
     whole = rows * (1 + table_states(config))
-    return f"{text}, with the optimizer's state {size(whole)} over all ranks; a checkpoint takes the same on disk"
+    return (
+        f"{text}, with the optimizer's state {size(whole)} over all ranks; a checkpoint takes at most the same on disk"
+    )

@@ -26,7 +26,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,15 @@ from gtrain.graph.store import Store
 from gtrain.graph.store.entities import feature_kind
 from gtrain.graph.store.files import file_crc, names_file
 from gtrain.nn import TableSpec, tables
-from gtrain.nn.table import BLOCK_ROWS
+from gtrain.nn.changed_rows import compact, has_compact, num_rows, pieces, restored
 from gtrain.object_store import POINTER, followed, is_address
 from gtrain.protocols import ReturnsNodeIds, network_of
 from gtrain.strategy.folder_sharing import FolderSharing
 from gtrain.strategy.group import Group
 from gtrain.strategy.remote_checkpoint import RemoteCheckpoint
 
-FORMAT = 1
+FORMAT = 2
+"""Of checkpoints with tables of which only changed rows are stored; others have format 1."""
 MANIFEST = "manifest.json"
 TRAINER = "trainer.pt"
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.dtype, torch.Size)
@@ -147,10 +148,15 @@ class _Contents:
         epochs = loops["fit_loop"]["epoch_progress"]["current"] if loops else {"started": 0, "processed": 0}
         return bool(epochs["processed"] < epochs["started"])
 
+    @cached_property
+    def stored(self) -> dict[str, Any]:
+        """Lightning's checkpoint as it is written: tables have only the rows that training has changed."""
+        return compact(self.checkpoint, self.module)
+
     def write_trainer(self, folder: Path, near: Path) -> None:
         """Write rank 0's file; ``near`` is a checkpoint beside which earlier ones may be, for messages."""
         with _writing(folder / TRAINER, folder, near):
-            torch.save(_plain(self.checkpoint, "checkpoint"), folder / TRAINER)
+            torch.save(_plain(self.stored, "checkpoint"), folder / TRAINER)
 
     def write_rank(self, folder: Path, near: Path) -> None:
         """Write this rank's files."""
@@ -163,7 +169,7 @@ class _Contents:
     def manifest(self, **entries: Any) -> str:
         """Return the text of the manifest; ``entries`` has ``files``, and further fields."""
         manifest = {
-            "format": FORMAT,
+            "format": FORMAT if has_compact(self.stored) else 1,
             "gtrain": __version__,
             "strategy": self.strategy,
             "world_size": self.group.size,
@@ -274,14 +280,14 @@ def load(
     """
     path = find(path)
     if path.is_file():
-        checkpoint = _read(path)
+        checkpoint = restored(_read(path))
         _check_shapes(path, _shapes(checkpoint.get("state_dict", {})), _shapes(module.state_dict()), module)
         return Loaded(checkpoint)
     manifest = read_manifest(path)
     _check_shapes(path, manifest["model"]["tensors"], _shapes(module.state_dict()), module)
     _check_numbering(path, manifest.get("numbering"), numbering)
     _check_file(path, manifest, TRAINER)
-    checkpoint = _read(path / TRAINER)
+    checkpoint = restored(_read(path / TRAINER))
     if manifest["world_size"] != group.size:
         if restore_rng:
             rank_zero_warn(
@@ -325,7 +331,7 @@ def load_other(
     state, rows = checkpoint["state_dict"], {}
     for name, layer in tables(module):
         weight = state[f"{name}.weight"]
-        saved = SavedRows(weight.size(0), partial(_pieces, weight))
+        saved = SavedRows(num_rows(weight), partial(pieces, weight))
         if not saved.count and layer.table.rows and read_table is not None:
             saved = read_table(path, name, layer.table)
         if saved.count != layer.table.rows:
@@ -467,9 +473,9 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
             f"{path} is not a complete checkpoint: {MANIFEST} is missing or damaged ({error}).",
             hint="use another checkpoint of the run; this one was not finished.",
         ) from error
-    if version != FORMAT:
+    if version not in (1, FORMAT):
         raise CheckpointError(
-            f"{path} has checkpoint format {version}; gtrain {__version__} reads format {FORMAT}.",
+            f"{path} has checkpoint format {version}; gtrain {__version__} reads formats 1 and {FORMAT}.",
             hint=f"use the version of gtrain that wrote it: {manifest.get('gtrain', 'an earlier one')}.",
         )
     checksum = manifest.pop("checksum", None)
@@ -672,13 +678,6 @@ def _swap(temporary: Path, path: Path) -> None:
         os.rename(path, old)
     os.rename(temporary, path)
     remove(old)
-
-
-def _pieces(weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield ids int64 ``[m]`` and rows ``[m, d]`` of a weight ``[n, d]``."""
-    for begin in range(0, len(weight), BLOCK_ROWS):
-        end = min(begin + BLOCK_ROWS, len(weight))
-        yield torch.arange(begin, end), weight[begin:end]
 
 
 def _read(path: Path, mmap: bool = False) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from gtrain.errors import CheckpointError
 from gtrain.graph.store import Store
 from gtrain.graph.store.entities import entity_types, feature_kind
 from gtrain.nn import TableSpec
+from gtrain.nn.changed_rows import restored
 from gtrain.nn.recipe import ModelRecipe
 from gtrain.nn.table import BLOCK_ROWS
 from gtrain.strategy.checkpoint import SavedRows, located
@@ -231,7 +232,7 @@ def warm_start(
             )
         known = _copy_rows(folder, other, old, store, table, entity.spec.name)
         log.info("warm start: %d of %d %ss have a vector in %s", known, entity.spec.rows, entity.spec.name, folder)
-    saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)["state_dict"]
+    saved = restored(torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True))["state_dict"]
     _copy_relations(folder, (saved, description["relations"]), (shared, relations), old, store)
 
 
