@@ -89,6 +89,8 @@ class KGEmbedding(EdgeModel):
             edge's relation from its ends, among the relations that join the same types by the same operator. With
             ``reciprocal`` it is the sum of both directions.
         filtered: whether validation and test leave known edges out of the ranking.
+        num_candidates: nodes drawn for each edge and side, uniformly and with replacement, among which validation and
+            test rank the edge's end; they depend on the edge alone. None: all nodes.
         optimizer: makes an optimizer from parameters; None: Adam with lr 0.01.
         sparse_optimizer: the same for the table, whose gradient is then sparse unless ``all_negs``; None: ``optimizer``
             trains the table too.
@@ -143,6 +145,7 @@ class KGEmbedding(EdgeModel):
         n3: float = 0.0,
         relation_prediction: float = 0.0,
         filtered: bool = True,
+        num_candidates: int | None = None,
         optimizer: MakeOptimizer | None = None,
         sparse_optimizer: MakeOptimizer | None = None,
         scheduler: Callable[..., Any] | None = None,
@@ -151,7 +154,8 @@ class KGEmbedding(EdgeModel):
         super().__init__()
         sizes = {"margin": margin, "n3": n3, "relation_prediction": relation_prediction, "init_scale": init_scale}
         sizes["relation_init_scale"] = relation_init_scale or 0.0
-        _check(num_nodes, {"dimension": dimension}, sizes, max_norm)
+        counts = {"dimension": dimension} | ({} if num_candidates is None else {"num_candidates": num_candidates})
+        _check(num_nodes, counts, sizes, max_norm)
         if self_negs and (comparator != "dot" or not reciprocal):
             raise ConfigError(
                 f"model.self_negs=true was set with model.comparator={comparator} model.reciprocal={reciprocal}; it "
@@ -159,6 +163,7 @@ class KGEmbedding(EdgeModel):
                 hint="set model.comparator=dot model.reciprocal=true, or model.self_negs=false.",
             )
         self.num_nodes, self.filtered, self.max_norm = num_nodes, filtered, max_norm
+        self._num_candidates = num_candidates
         self._set_optimizers(optimizer, sparse_optimizer, scheduler, monitor)
         types = GraphTypes(entity_types or {"node": num_nodes}, relation_ends, relation_names, num_relations or 1)
         self.schema = make_schema(
@@ -377,7 +382,7 @@ class KGEmbedding(EdgeModel):
         return drawn
 
     def _ranks(self, batch: Data, edges: Triples) -> tuple[Tensor, Tensor]:
-        """Return the ranks of the tails and of the heads among all nodes of their types."""
+        """Return the ranks of the tails and of the heads among all nodes of their types, or a sample of them."""
         known = [
             Csr(batch.orig_id[batch[f"known_{side}"]], None, batch[f"known_{side}_ptr"])
             if self.filtered and f"known_{side}" in batch
@@ -386,10 +391,24 @@ class KGEmbedding(EdgeModel):
         ]
         ranks = torch.zeros(2, len(edges), dtype=torch.float64, device=edges.head.device)
         for number, positions, some in self._grouped(edges):
+            sampled = None if self._num_candidates is None else self._candidates(number, batch.seeds[positions])
             ranks[:, positions] = torch.stack(
-                GroupRanks(self._groups[number], self.entities).among_all(some, positions, known)
+                GroupRanks(self._groups[number], self.entities).among_all(some, positions, known, sampled)
             )
         return ranks[0], ranks[1]
+
+    def _candidates(self, number: int, seeds: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw the candidates of a group's edges for tails and for heads, ``[B, K]`` each.
+
+        Like :meth:`_drawn`, they depend on the edge's position in the split alone.
+        """
+        assert self._num_candidates is not None
+        counters = seeds.cpu().numpy()
+        tails, heads = (
+            torch.from_numpy(mixing.below(end.count, mixing.key(number, side), counters, self._num_candidates))
+            for side, end in enumerate(reversed(self._groups[number].ends))
+        )
+        return tails.to(seeds.device), heads.to(seeds.device)
 
     def sampled_ranks(
         self, rows: tuple[Tensor, Tensor], relation: Tensor, others: tuple[Tensor, Tensor], number: int

@@ -1,4 +1,4 @@
-"""Ranks of the ends of edges among the nodes of their types, or among some of them."""
+"""Ranks of the ends of edges among the nodes of their types, or among some of them, such as a sample for each edge."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from gtrain.nn import Csr, select_rows
 
 _TRANSFORMED = 1 << 20
 """Numbers of candidates transformed for a relation at a time, so that a block is never copied whole."""
+_PAIRED = 1 << 22
+"""Numbers of queries, or of candidates, that are copied to compare pairs."""
 
 EntityBlocks = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 """Iterates over all entities of a type, in any order: ids ``[n]`` and embeddings ``[n, D]`` of a block at a time."""
@@ -30,17 +32,20 @@ class RankingQueries:
         relation: int64 ``[B]``.
         answer: int64 ``[B]``, the other end.
         known: B rows of ids that are known answers and are left out; None: none.
+        sampled: int64 ``[B, K]``, the only candidates of each query beside its answer; None: all entities.
     """
 
     given: Tensor
     relation: Tensor
     answer: Tensor
     known: Csr | None
+    sampled: Tensor | None = None
 
     def select(self, order: Tensor) -> RankingQueries:
         """Return some of the queries, in this order."""
         known = None if self.known is None else select_rows(self.known, order)
-        return RankingQueries(self.given[order], self.relation[order], self.answer[order], known)
+        sampled = None if self.sampled is None else self.sampled[order]
+        return RankingQueries(self.given[order], self.relation[order], self.answer[order], known, sampled)
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ def rank_ends(
     tails: RankingQueries,
     heads: RankingQueries,
 ) -> list[Tensor]:
-    """Return the ranks of tails and of heads among all entities of their types, float64 ``[B]`` each, 1 for the best.
+    """Return the ranks of tails and of heads among their candidates, float64 ``[B]`` each, 1 for the best.
 
     Known answers are left out (the filtered setting of Bordes et al. 2013). Ties with the answer count half. Several
     blocks are read twice: the first pass computes the scores of the answers, the second counts better candidates.
@@ -74,7 +79,10 @@ def rank_ends(
         tails: heads are given, tails are ranked.
         heads: tails are given, heads are ranked.
     """
-    sides = [_SideRanks(scores, tails, True), _SideRanks(scores, heads, False)]
+    sides = [
+        (_SideRanks if queries.sampled is None else _SampledRanks)(scores, queries, of_tails)
+        for queries, of_tails in ((tails, True), (heads, False))
+    ]
     if candidates[0] is candidates[1]:
         _rank(sides, candidates[0])
     else:
@@ -176,6 +184,56 @@ class _SideRanks:
         return scores
 
 
+class _SampledRanks(_SideRanks):
+    """The same with a few candidates per query: pairs are compared, so that the cost does not grow with the entities.
+
+    Answers are scored as their candidates are, in pairs, so that equal rows tie.
+    """
+
+    def __init__(self, scores: EdgeScores, queries: RankingQueries, tails: bool) -> None:
+        super().__init__(scores, queries, tails)
+        assert self._queries.sampled is not None
+        self._sampled = self._queries.sampled
+        self._counted = self._sampled != self._queries.answer.unsqueeze(1)  # (B, K)
+        if self._queries.known is not None:
+            self._counted &= ~_is_known(self._sampled, self._queries.known)
+
+    def score_answers(self, rows: Tensor, column: Tensor) -> None:
+        present = (column[self._queries.answer] >= 0).nonzero().flatten()
+        self._answer_scores[present] = self._of_pairs(present, rows, column[self._queries.answer[present]])
+        self._has_scores = True
+
+    def count(self, rows: Tensor, column: Tensor) -> None:
+        if not self._has_scores:
+            self.score_answers(rows, column)
+        for part in self._first(len(self._sampled)).split(max(1, CHUNK // max(1, self._sampled.size(1)))):
+            columns = column[self._sampled[part]]
+            query, place = ((columns >= 0) & self._counted[part]).nonzero().unbind(1)
+            scores, true = self._of_pairs(part[query], rows, columns[query, place]), self._answer_scores[part[query]]
+            self._better.index_add_(0, part[query], (~(scores <= true)).long())  # NaN counts against the answer
+            self._equal.index_add_(0, part[query], (scores == true).long())
+
+    def _of_pairs(self, query: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return the scores of queries and rows of a block, pair by pair."""
+        each = max(1, _PAIRED // max(1, rows.size(1)))
+        scores = [rows.new_empty(0)]
+        for chosen, column in zip(query.split(each), columns.split(each), strict=True):
+            candidates = rows[column]
+            if self._static:
+                relation = self._queries.relation[chosen]
+                candidates = self._scores.tail_candidates(candidates.unsqueeze(1), relation).squeeze(1)
+            scores.append(self._scores.pairs(self._transformed[chosen], candidates))
+        return torch.cat(scores)
+
+
+def _is_known(sampled: Tensor, known: Csr) -> Tensor:
+    """Return which candidates ``[B, K]`` are among their query's known answers."""
+    queries = torch.arange(len(sampled), device=sampled.device)
+    of_known = torch.repeat_interleave(queries, known.offsets.diff())
+    count = 1 + max(int(ids.max()) if ids.numel() else 0 for ids in (sampled, known.ids))
+    return torch.isin(queries.unsqueeze(1) * count + sampled, of_known * count + known.ids)
+
+
 class GroupRanks:
     """Ranks edges of one group.
 
@@ -196,14 +254,23 @@ class GroupRanks:
             return heads, tails
         return rows[self._lhs](edges.head), rows[self._rhs](edges.tail)
 
-    def among_all(self, edges: Triples, positions: Tensor, known: list[Csr | None]) -> list[Tensor]:
-        """Return the ranks of the tails and of the heads among all nodes of their types.
+    def among_all(
+        self,
+        edges: Triples,
+        positions: Tensor,
+        known: list[Csr | None],
+        sampled: tuple[Tensor, Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Return the ranks of the tails and of the heads among all nodes of their types, or among some.
 
         Args:
             edges: by the group's ids.
             positions: ``[B]``, their positions among the edges of a batch.
             known: for the edges of the batch, known tails and known heads, by the ids of all types.
+            sampled: for these edges, the candidates of tails and of heads by the ids of their types, ``[B, K]`` each;
+                None: all nodes.
         """
+        tail_sample, head_sample = (None, None) if sampled is None else sampled
         heads, tails = self.ends(edges)
         lhs, rhs = self._group.ends
         sizes = {self._lhs: lhs.count, self._rhs: rhs.count}
@@ -215,8 +282,8 @@ class GroupRanks:
         return rank_ends(
             self._group.scores,
             (by_type[self._rhs], by_type[self._lhs]),
-            tails=RankingQueries(heads, edges.relation, edges.tail, known_tails),
-            heads=RankingQueries(tails, edges.relation, edges.head, known_heads),
+            tails=RankingQueries(heads, edges.relation, edges.tail, known_tails, tail_sample),
+            heads=RankingQueries(tails, edges.relation, edges.head, known_heads, head_sample),
         )
 
     def among_some(self, rows: tuple[Tensor, Tensor], relation: Tensor, others: tuple[Tensor, Tensor]) -> list[Tensor]:

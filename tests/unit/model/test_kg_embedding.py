@@ -296,6 +296,40 @@ def share_of(b: Data, places: Tensor, chunk: Tensor) -> Data:
 
 @pytest.mark.parametrize("operator", ["complex_diagonal", "affine"])
 @pytest.mark.parametrize("reciprocal", [True, False])
+def test_ranks_among_sampled_candidates(reciprocal: bool, operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a loop over the candidates; as many in a batch of some edges; equal rows tie."""
+    monkeypatch.setattr("gtrain.model.kg.evaluation._PAIRED", 3 * D)
+    b, model = batch(), module(reciprocal=reciprocal, operator=operator, num_candidates=20)
+    b.seeds, orig = torch.arange(B) + 7, b.orig_id.tolist()
+    head, tail = b.orig_id[b.edge_label_index].tolist()
+    if operator == "complex_diagonal":  # products by matrices may round equal rows differently
+        model.entities[0].weight.data[:3] = model.entities[0].weight[0]
+    b.known_tail, b.known_tail_ptr = b.edge_label_index[1].roll(1), torch.arange(B + 1)
+    b.known_head, b.known_head_ptr = b.known_tail[:0], torch.zeros(B + 1, dtype=torch.int64)
+    ranks, plain = model._ranks(b, model._edges(b)), Plain(model, operator, "dot")
+    drawn = model._candidates(0, b.seeds)
+    assert drawn[0].shape == (B, 20) and not torch.equal(*drawn)
+    for e, relation in enumerate(b.edge_label_type.tolist()):
+        known = orig[int(b.known_tail[e])]
+        for side, answer, left_out in ((0, tail[e], {tail[e], known}), (1, head[e], {head[e]})):
+
+            def score(node: int, e: int = e, side: int = side, relation: int = relation) -> float:
+                h, t = (head[e], node) if side == 0 else (node, tail[e])
+                return round(plain.score(h, relation, t, ("tail", "head")[side]).item(), 9)
+
+            others = [score(node) for node in drawn[side][e].tolist() if node not in left_out]
+            better, ties = sum(s > score(answer) for s in others), sum(s == score(answer) for s in others)
+            assert ranks[side][e] == 1 + better + ties / 2
+    some = batch()
+    some.edge_label_index, some.edge_label_type = b.edge_label_index[:, 4:], b.edge_label_type[4:]
+    some.seeds = b.seeds[4:]
+    model.filtered = False
+    whole, part = (torch.stack(model._ranks(each, model._edges(each))) for each in (b, some))
+    torch.testing.assert_close(whole[:, 4:], part)
+
+
+@pytest.mark.parametrize("operator", ["complex_diagonal", "affine"])
+@pytest.mark.parametrize("reciprocal", [True, False])
 def test_ranks_are_those_of_a_loop(reciprocal: bool, operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gtrain.model.kg.evaluation._TRANSFORMED", 3 * D)  # candidates are transformed three at a time
     b, model = batch(), module(reciprocal=reciprocal, operator=operator, comparator="l2", bias=True)
@@ -380,6 +414,7 @@ def test_predictions_are_the_seeds_embeddings() -> None:
         ({"self_negs": True, "comparator": "l2"}, "model.self_negs=true was set with model.comparator=l2"),
         ({"relation_prediction": 1.0, "operator": "linear"}, "relation_prediction was set .* the operator linear"),
         ({"relation_prediction": 1.0, "comparator": "cos"}, "relation_prediction was set with model.comparator=cos"),
+        ({"num_candidates": 0}, "model.num_candidates=0"),
         ({"relation_prediction": -1.0}, r"model.relation_prediction=-1\.0"),
         ({"relation_init_scale": -0.1}, r"model.relation_init_scale=-0\.1"),
         ({"dimension": 0}, "model.dimension=0"),
