@@ -88,6 +88,8 @@ KG = (
     "model.init_scale=0.3",
     "model.num_batch_negs=7",
     "model.num_uniform_negs=5",
+    "model.relation_prediction=0.5",
+    "model.num_candidates=40",
     "trainer.precision=64-true",
 )
 
