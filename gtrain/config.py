@@ -101,6 +101,12 @@ class JobConfig(Settings):
     )
     explain: bool = setting(False, "`plan`: print the formulas with their numbers")
     embeddings: bool = setting(False, "`predict`: write the input of the network's last layer instead of scores")
+    correct_and_smooth: Any = setting(
+        False,
+        "`predict`, in one process: correct the scores of classes by the labels of training nodes, see "
+        "[models](models.md#correct-and-smooth); a dictionary sets arguments of PyG's `CorrectAndSmooth`",
+        type="bool or dict",
+    )
     report: bool = setting(False, "`train`, `test`: write [the report](report.md) of the run at its end")
 
 

@@ -22,6 +22,7 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.callbacks import biggraph
 from gtrain.callbacks.relations import ScoringModel, files_beside, write_beside
+from gtrain.callbacks.smoothing import Smoothing
 from gtrain.data.batches.loader import target_type
 from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
@@ -111,6 +112,7 @@ class PredictionWriter(pl.Callback):
         embeddings: write embeddings instead of the output of ``predict_step``: the output of the module's
             ``embed(batch)``, or else the input of its network's last layer.
         node_type: the type of the nodes; None: that of the labels.
+        smoothing: changes the scores of all nodes; for a group of one rank.
 
     Attributes:
         every_type: whether the network returned rows of every node type.
@@ -129,7 +131,9 @@ class PredictionWriter(pl.Callback):
         strategy: GraphStrategy,
         embeddings: bool,
         node_type: str | None = None,
+        smoothing: Smoothing | None = None,
     ) -> None:
+        self._smoothing = smoothing
         self.path, self._format, self._store, self._embeddings = path, fmt, store, embeddings
         self._node_type = node_type or target_type(store)
         self.every_type = False
@@ -191,9 +195,14 @@ class PredictionWriter(pl.Callback):
         ids = torch.cat(self._ids)
         width = int(self._strategy.group.all_reduce(torch.tensor([self._width]), "max"))
         shape = (self._store.num_nodes_of(self._node_type), width)
+        rows = self._saved_rows(len(ids))
+        if self._smoothing is not None:
+            rows = self._smoothing(self._store, ids, torch.from_numpy(np.array(rows))).numpy()
+            if self._smoothing.note is not None:
+                self.notes.append(self._smoothing.note)
         if self._format == "npy" and "source_nodes" in self._store.facts:
             shape, ids = (self._store.facts["source_nodes"], width), self._source_ids(ids)
-        self._write_shared(shape, ids.numpy())
+        self._write_shared(shape, ids.numpy(), rows)
         if self._strategy.is_global_zero:
             self._finish()
         self._strategy.barrier()
@@ -232,12 +241,13 @@ class PredictionWriter(pl.Callback):
     def _scratch(self) -> Path:
         return self.path.with_name(self.path.name + ".part")
 
-    def _write_shared(self, shape: tuple[int, int], ids: NDArray[np.int64]) -> None:
+    def _write_shared(self, shape: tuple[int, int], ids: NDArray[np.int64], rows: Rows) -> None:
         """Write the rows of all ranks into one file; rows of nodes without predictions are NaN.
 
         Args:
             shape: of the file.
             ids: rows of the file that this rank writes, ``[n]``.
+            rows: their values, ``[n, width]``.
         """
         sharing, folder, rank = self._strategy.folder_sharing, self._scratch, self._strategy.global_rank
         if rank == 0:
@@ -248,7 +258,7 @@ class PredictionWriter(pl.Callback):
             file.flush()
             sharing.announce(folder)
         self._strategy.barrier()
-        target, rows = sharing.target(folder, _VALUES), self._saved_rows(len(ids))
+        target = sharing.target(folder, _VALUES)
         if target == folder:  # this machine sees rank 0's file
             _copy_rows(ids, rows, folder / _VALUES)
         elif rows.size:

@@ -25,6 +25,7 @@ from gtrain.callbacks.loggers import end_wandb, log_configuration, log_ranks, ma
 from gtrain.callbacks.predictions import PredictionWriter, check_output, format_of, types_beside
 from gtrain.callbacks.progress import ProgressLine
 from gtrain.callbacks.recorder import RunRecorder
+from gtrain.callbacks.smoothing import Smoothing
 from gtrain.callbacks.test_record import TestRecorder
 from gtrain.config import APPLYING, PREPARING, plain
 from gtrain.data.batches.loader import target_type
@@ -45,6 +46,7 @@ from gtrain.record.process_log import ProcessLog
 from gtrain.run import build, report, runs
 from gtrain.run.sketch import sketch_model
 from gtrain.run.table_sizes import table_sizes
+from gtrain.settings import as_typed
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.counters import PeakMemory
@@ -259,6 +261,30 @@ class Task:
         return self.config["verb"] == "export" or bool(self.config["embeddings"])
 
     @property
+    def smoothing(self) -> Smoothing | None:
+        """What corrects the predictions; None without ``correct_and_smooth``.
+
+        Raises:
+            ConfigError: the job does not predict scores of classes in one process.
+        """
+        setting, trainer = self.config["correct_and_smooth"], self.config["trainer"]
+        if setting is False:
+            return None
+        ranks = trainer["num_nodes"] * trainer["devices"]
+        for unfit, found in (
+            (self.config["verb"] != "predict", f"{self.config['verb']} writes no predictions"),
+            (self.embeds, "embeddings=true writes no scores"),
+            (self.config["data"]["task"] != "node", "data.task=link predicts edges"),
+            (ranks > 1, f"{ranks} ranks each have a part of the graph"),
+        ):
+            if unfit:
+                raise ConfigError(
+                    f"correct_and_smooth={as_typed(setting)} was set, and {found}.",
+                    hint="gtrain predict run=FOLDER strategy=single correct_and_smooth=true, for classes of nodes.",
+                )
+        return Smoothing(setting)
+
+    @property
     def _runs(self) -> Path:
         return Path(self.config["paths"]["runs"]).absolute()
 
@@ -325,7 +351,10 @@ class Task:
     ) -> PredictionWriter:
         """Write a file of the nodes of one type; None: that of the labels."""
         assert isinstance(trainer.strategy, GraphStrategy)
-        writer = PredictionWriter(path, self.format, data.open_store(), trainer.strategy, self.embeds, node_type)
+        store, smoothing = data.open_store(), self.smoothing
+        if smoothing is not None:
+            smoothing.check(store)
+        writer = PredictionWriter(path, self.format, store, trainer.strategy, self.embeds, node_type, smoothing)
         data.predict_type = node_type
         trainer.callbacks.append(writer)  # type: ignore[attr-defined]
         trainer.predict(model, datamodule=data, ckpt_path=checkpoint, return_predictions=False)

@@ -276,6 +276,7 @@ def test_a_mistake_is_refused_before_the_data_are_read(overrides: list[str], sai
             ],
             "model.label_smoothing=0.1 was set, and model.task=link predicts edges, which have no classes",
         ),
+        (["correct_and_smooth=true"], "correct_and_smooth=true was set, and train writes no predictions"),
         (
             ["model=kg", "data=planted_kg", "+model.label_smoothing=0.1"],
             "model.label_smoothing=0.1 was set, and KGEmbedding does not take it.\nHINT: set model.label_smoothing=0.",
