@@ -156,7 +156,7 @@ def print_summary(content: dict[str, Any], run_dir: Path) -> None:
         result.add_row(name, _score(value), epoch)
     if (best := content["best"]) is not None:
         result.add_row(f"best {best['name']}", _score(best["value"]), _epoch(best["epoch"]))
-    if sampled := content["config"]["model"].get("num_candidates"):
+    if sampled := content["config"].get("model", {}).get("num_candidates"):
         result.add_row("ranked against", f"{sampled:,} sampled candidates")
     for name, value in content["resolved"].items():
         result.add_row(name, str(value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +95,16 @@ def test_the_closing_table_says_which_epoch_each_value_is_of(
     assert rows["test/acc"] == ["0.7500", "7"] and rows["test/auc"] == ["-", "7"]
     assert rows["data/best_acc"] == ["0.9000", "expected best"]
     report.print_summary({**content, "best": None}, Path("run"))
-    assert "best val" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "best val" not in printed and "ranked against" not in printed
+
+
+def test_the_closing_table_names_a_ranking_among_a_sample(
+    content: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    content["config"]["model"] = {"num_candidates": 1000}
+    report.print_summary(content, Path("run"))
+    assert re.search("ranked against .* 1,000 sampled candidates", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("bound", "shown"), [(3 * 2**20, True), (None, False)])
