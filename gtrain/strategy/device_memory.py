@@ -17,6 +17,7 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import DeviceMemoryError
 from gtrain.memory.limits import meminfo, usable_memory
+from gtrain.nn.compressed import CompressedMatrix
 from gtrain.strategy.counters import rss_bytes
 
 _LARGEST = 3
@@ -157,10 +158,20 @@ def holdings(module: Module | None, batch: Any) -> str:
     entries: dict[str, int] = {}
     for store in batch.stores if isinstance(batch, (Data, HeteroData)) else ():
         for name, value in store.items():
-            if isinstance(value, Tensor) and value.layout == torch.strided:
-                entries[name] = entries.get(name, 0) + value.nbytes
+            if isinstance(value, Tensor):
+                entries[name] = entries.get(name, 0) + sum(tensor.nbytes for tensor in _stored(value))
     largest = sorted(entries.items(), key=lambda item: -item[1])[:_LARGEST]
     return ", ".join(f"{name} {gibibytes(size)}" for name, size in (*sizes.items(), *largest))
+
+
+def _stored(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the dense tensors that hold a tensor, which may be in CSR form."""
+    if isinstance(tensor, CompressedMatrix) and tensor.is_compressed:
+        yield from (part for part in tensor.rows if part is not None)
+    elif tensor.layout == torch.sparse_csr:
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout == torch.strided:
+        yield tensor
 
 
 def _device_name(device: torch.device) -> str:

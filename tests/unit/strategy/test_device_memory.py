@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch_geometric.data import HeteroData
+from torch_geometric.data import Data, HeteroData
 
 from gtrain import backends
 from gtrain.config import TrainerConfig
@@ -17,6 +17,8 @@ from gtrain.data.config import DataConfig
 from gtrain.memory.limits import usable_memory
 from gtrain.model.config import NetworkConfig
 from gtrain.model.kg.embedding import KGEmbedding
+from gtrain.nn import Csr
+from gtrain.nn.compressed import CompressedMatrix
 from gtrain.strategy.device_memory import DeviceMemory, gibibytes, holdings, is_out_of_memory, out_of_memory
 
 CPU = torch.device("cpu")
@@ -99,6 +101,12 @@ def test_what_a_rank_holds_in_its_first_step() -> None:
     held = "parameters and buffers 1.0 MiB, x 3.0 MiB, edge_index 0.5 MiB"
     assert holdings(nn.Linear(512, 512, bias=False), batch) == held
     assert holdings(None, [batch]) == "parameters and buffers 0.0 MiB"
+    rows = Csr(torch.zeros(1 << 18, dtype=torch.int32), None, torch.zeros(2, dtype=torch.int32))
+    entries = Data(x=CompressedMatrix(rows, 1 << 20, torch.float32))
+    assert holdings(None, entries) == "parameters and buffers 0.0 MiB, x 1.0 MiB"
+    count = 1 << 16  # 20 bytes each
+    unit = torch.sparse_csr_tensor(torch.arange(count + 1), torch.arange(count), torch.ones(count), (count, count))
+    assert holdings(None, Data(x=unit)) == "parameters and buffers 0.0 MiB, x 1.3 MiB"
 
 
 def test_only_exceptions_of_memory_are_recognised() -> None:
