@@ -17,10 +17,10 @@ from torchmetrics.utilities import dim_zero_cat
 from gtrain.model.decoders import Decoder
 from gtrain.model.module import MeanLoss, OptimizedModule, log_mean_loss
 from gtrain.model.outputs import EdgeScores
+from gtrain.model.ranking import Chosen, Tiles, queries_at_once, rank
 from gtrain.protocols import Lists, Spread
 
 NAMES = ("mrr", "hits@1", "hits@10")
-CHUNK = 1 << 24  # scores in memory at a time
 EMBEDDED = 2000
 """Embeddings that a test step returns at most."""
 
@@ -59,54 +59,6 @@ class Ranking(Metric):
         return self.total / self.count
 
 
-def ranks(
-    score: Callable[[slice], Tensor], answer: Tensor, known_ptr: Tensor | None, known: Tensor | None, candidates: int
-) -> Tensor:
-    """Return the rank of each query's answer among the candidates, 1 for the best.
-
-    Candidates that are true answers of the query as well are left out (the filtered setting of Bordes et al. 2013).
-    An answer that ties with other candidates gets the mean of the ranks that they share.
-
-    Args:
-        score: scores ``[b, candidates]`` of a slice of the queries; called for one slice after another, so that about
-            :data:`CHUNK` scores exist at a time.
-        answer: the candidate that is each query's answer.
-        known_ptr: start of each query's known answers in ``known``; None ranks unfiltered.
-        known: candidates known to be true.
-        candidates: number of candidates.
-
-    Shapes:
-        answer int64 ``[B]``, known_ptr int64 ``[B + 1]``, known int64 ``[K]``; result float64 ``[B]``.
-    """
-    total, step = answer.numel(), max(1, CHUNK // max(candidates, 1))
-    blocks = [answer.new_zeros(0, dtype=torch.float64)]
-    for start in range(0, total, step):
-        rows = slice(start, min(start + step, total))
-        blocks.append(_ranks_of(score(rows), answer[rows], *known_of(rows, known_ptr, known)))
-    return torch.cat(blocks)
-
-
-def known_of(rows: slice, known_ptr: Tensor | None, known: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the row and the candidate of each known answer of a slice of the queries."""
-    if known_ptr is None or known is None:
-        return None, None
-    pointer = known_ptr[rows.start : rows.stop + 1]
-    row = torch.repeat_interleave(torch.arange(pointer.numel() - 1, device=pointer.device), pointer.diff())
-    return row, known[int(pointer[0]) : int(pointer[-1])]
-
-
-def _ranks_of(scores: Tensor, answer: Tensor, row: Tensor | None, known: Tensor | None) -> Tensor:
-    own = scores.gather(1, answer.unsqueeze(1))
-    if row is not None and known is not None:
-        scores = scores.clone()
-        scores[row, known] = -torch.inf
-    # NaN counts as better than the answer.
-    better = (~(scores <= own)).sum(1)
-    # The answer is not its own tie. If it is among the known answers, its score is minus infinity by now.
-    ties = (scores == own).sum(1) - (scores.gather(1, answer.unsqueeze(1)) == own).flatten().long()
-    return 1 + better.double() + ties.double() / 2
-
-
 def spread_ranks(
     decoder: Decoder,
     spread: Spread,
@@ -118,8 +70,8 @@ def spread_ranks(
     """Return the ranks of the targets and of the sources of this rank's edges among the nodes of all ranks.
 
     Each rank scores its nodes for the edges of all ranks and counts those that are better than the answer; an
-    all-reduce adds the counts. Collective, for ranks without edges too. The result equals that of :func:`ranks` over
-    all nodes.
+    all-reduce adds the counts. Collective, for ranks without edges too. The result equals that of
+    :func:`gtrain.model.ranking.ranks` over all nodes.
 
     Args:
         decoder: scores edges.
@@ -172,6 +124,11 @@ class _Queries:
         self.rows, self.ids, self.answer, self.known = rows, ids, answer, known
         self.relation = None if relation is None else relation.cpu()
 
+    def part(self, rows: slice) -> _Queries:
+        """Return a range of the queries, without known answers."""
+        relation = None if self.relation is None else self.relation[rows]
+        return _Queries(self.rows[rows], self.ids[rows], self.answer[rows], relation)
+
     def gathered(self, spread: Spread, chosen: slice) -> tuple[list[int], _Queries]:
         """Return the number of each rank's chosen queries, and the queries of all ranks."""
         rows = spread.all_gather(self.rows[chosen])
@@ -195,41 +152,52 @@ def _ranks(
     known_answers: Callable[[Tensor, Tensor | None], Lists] | None,
 ) -> Tensor:
     """Return the ranks of this rank's answers; ``known_answers`` returns those among the rank's candidates."""
-    total = len(queries.ids)
+    total, device = len(queries.ids), queries.rows.device
     sizes = torch.stack(spread.all_gather(torch.tensor([total, len(candidates.rows)])))
-    step = max(1, CHUNK // max(int(sizes[:, 1].max()) * spread.size, 1))
+    step = queries_at_once(int(sizes[:, 1].max()), device)
     blocks = [torch.empty(0, dtype=torch.float64)]
     # As many rounds on every rank: each round is collective.
     for start in range(0, int(sizes[:, 0].max()), step):
         counts, gathered = queries.gathered(spread, slice(min(start, total), min(start + step, total)))
         known = gathered.known if known_answers is None else known_answers(gathered.ids, gathered.relation)
-        blocks.append(_counted(spread, candidates, gathered, known).split(counts)[spread.rank])
+        parts = [
+            _counted(spread, candidates, gathered.part(rows), _part_of(known, rows))
+            for first in range(0, len(gathered.ids), step)
+            for rows in [slice(first, min(first + step, len(gathered.ids)))]
+        ]
+        if parts:
+            blocks.append(torch.cat(parts).split(counts)[spread.rank])
     return torch.cat(blocks)
+
+
+def _part_of(known: Lists | None, rows: slice) -> Lists | None:
+    if known is None:
+        return None
+    bounds = known[0][rows.start : rows.stop + 1]
+    return bounds - bounds[0], known[1][int(bounds[0]) : int(bounds[-1])]
 
 
 def _counted(spread: Spread, candidates: _Candidates, queries: _Queries, known: Lists | None) -> Tensor:
     """Return the ranks of the answers of all ranks' queries, float64 ``[B]`` on the CPU."""
     device = queries.rows.device
     relation = None if queries.relation is None else queries.relation.to(device)
-    scores = candidates.score(queries.rows, relation, candidates.rows)  # (queries, candidates)
+
+    def score(chosen: Chosen) -> Tensor:
+        return candidates.score(queries.rows, relation, candidates.rows[chosen])
+
+    tiles = Tiles(score, len(candidates.rows), device)
     index, owned = candidates.local(queries.answer)
-    query, index = owned.nonzero().flatten().to(device), index[owned].to(device)
-    # Zero on ranks that do not own the answer, so that the sum below is its score.
-    own = scores.new_zeros(len(scores))
-    own[query] = scores[query, index]
-    own = spread.all_reduce(own).unsqueeze(1)  # one rank owns each answer
+    # Zero on ranks that do not own the answer, so that the sum is its score: one rank owns each answer.
+    own = torch.where(owned.to(device), tiles.of(torch.where(owned, index, 0).to(device)), 0)
+    own = spread.all_reduce(own)
+    query = owned.nonzero().flatten()
+    rows, columns = [query], [index[owned]]
     if known is not None:
-        row = torch.repeat_interleave(torch.arange(len(scores)), known[0].diff())
-        candidate, owned = candidates.local(known[1])
-        scores = scores.clone()
-        scores[row[owned].to(device), candidate[owned].to(device)] = -torch.inf
-    # NaN counts as better than the answer.
-    better = (~(scores <= own)).sum(1)
-    ties = (scores == own).sum(1)
-    # The answer is not its own tie. If it is among the known answers, its score is minus infinity by now.
-    ties[query] -= (scores[query, index] == own[query, 0]).long()
-    better, ties = spread.all_reduce(torch.stack([better, ties]))
-    return (1 + better.double() + ties.double() / 2).cpu()
+        row = torch.repeat_interleave(torch.arange(len(own)), known[0].diff())
+        candidate, here = candidates.local(known[1])
+        rows, columns = [query, row[here]], [index[owned], candidate[here]]
+    counts = tiles.compare(own, (torch.cat(rows).to(device), torch.cat(columns).to(device)))
+    return rank(*spread.all_reduce(torch.stack(counts))).cpu()
 
 
 class Auc(Metric):

@@ -12,10 +12,11 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError
 from gtrain.model.decoders import Decoder
-from gtrain.model.edge_model import EMBEDDED, EdgeModel, ranks, spread_ranks
+from gtrain.model.edge_model import EMBEDDED, EdgeModel, spread_ranks
 from gtrain.model.inputs import input_names, run_network
 from gtrain.model.module import MakeOptimizer
 from gtrain.model.outputs import EdgeScores
+from gtrain.model.ranking import ranks
 from gtrain.protocols import NodeBatches, Spread, batch_entry
 
 Batch: TypeAlias = Data | HeteroData
@@ -176,14 +177,14 @@ class LinkPredictor(EdgeModel):
 
         known = [batch_entry(batch, name) if self.filtered else None for name in _KNOWN]
         tails = ranks(
-            lambda rows: self.decoder.tails(source[head[rows]], relation_of(rows), target),
+            lambda rows, some: self.decoder.tails(source[head[rows]], relation_of(rows), target[some]),
             tail,
             known[0],
             known[1],
             target.size(0),
         )
         heads = ranks(
-            lambda rows: self.decoder.heads(target[tail[rows]], relation_of(rows), source),
+            lambda rows, some: self.decoder.heads(target[tail[rows]], relation_of(rows), source[some]),
             head,
             known[2],
             known[3],

@@ -6,7 +6,7 @@ what is alive at its peak.
 
 from __future__ import annotations
 
-from gtrain.model.edge_model import CHUNK
+from gtrain.model.ranking import TILE
 from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, MEMORY, OVERHEAD, Estimate, NotEstimated, PlannedRun
 from gtrain.plan.workload import ATTENTION, OTHER, Layer
 
@@ -16,8 +16,6 @@ BACKWARD_ATTENTION = 1.5
 """Time of attention's backward pass in forward passes; see docs/benchmarks.md."""
 EDGE_BYTES = 40
 """Bytes of an edge in memory: its ends as int64, and its int32 numbers by target and by source."""
-SCORE_BYTES = 13
-"""Bytes of a score that ranks an edge, and of its comparison, which torch sums as int64; a filtered one is copied."""
 SCORED_PASSES = 6
 """Reads and writes of the rows of scored edges, forward and backward."""
 OPERATIONS = 60
@@ -98,9 +96,7 @@ def add_layer_time(
         )  # fmt: skip
 
 
-def add_scored_edges(
-    estimate: Estimate, run: PlannedRun, edges: float, nodes: float, steps: float, kept: float = 1
-) -> None:
+def add_scored_edges(estimate: Estimate, run: PlannedRun, edges: float, nodes: float, steps: float) -> None:
     """Add what a link task costs beside the layers: rows of the edges' ends, and ranking held-out edges.
 
     Args:
@@ -109,22 +105,25 @@ def add_scored_edges(
         edges: true edges that a rank scores in a step.
         nodes: nodes of a rank, which are candidates.
         steps: in an epoch.
-        kept: memory of ranking that stays allocated, in parts of what is needed.
     """
-    work, model = run.workload, run.config["model"]
+    work = run.workload
     rows, dim = 2 + negatives_of(run), work.layers[-1].outputs
     estimate.add(
         MEMORY, "rows of scored edges, and their gradients", "2 * edges * rows * dim * item",
         edges=edges, rows=rows, dim=dim, item=work.item,
     )  # fmt: skip
-    estimate.add(
-        MEMORY, "scores of held-out edges against all nodes", "kept * each * min(held_out, most / nodes) * nodes",
-        kept=kept, each=SCORE_BYTES + (work.item if model.get("filtered") else 0), held_out=work.num_held_out,
-        most=CHUNK, nodes=nodes,
-    )  # fmt: skip
+    add_ranking(estimate, run, nodes)
     estimate.add(
         BANDWIDTH, "rows of scored edges", "passes * edges * rows * dim * item * steps / gather",
         passes=SCORED_PASSES, edges=edges, rows=rows, dim=dim, item=work.item, steps=steps, gather=run.gather,
+    )  # fmt: skip
+
+
+def add_ranking(estimate: Estimate, run: PlannedRun, candidates: float) -> None:
+    """Add the memory of ranking held-out edges among all candidates: scores of a tile of both."""
+    estimate.add(
+        MEMORY, "a tile of scores of held-out edges", "min(held_out, tile) * min(candidates, tile) * item",
+        held_out=run.workload.num_held_out, candidates=candidates, tile=TILE, item=run.workload.item,
     )  # fmt: skip
 
 

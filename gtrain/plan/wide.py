@@ -5,13 +5,10 @@ from __future__ import annotations
 from math import ceil, expm1
 from typing import Any
 
-from gtrain.model.edge_model import CHUNK
 from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, MEMORY, OVERHEAD, Estimate, NotEstimated, PlannedRun
 from gtrain.plan.workload import WideTable
 
 SPARSE, EMBEDDING = "sparse", "embedding"
-SCORE_BYTES = 27
-"""Bytes of a score that ranks a held-out edge: product, score, its filtered copy, and comparisons; measured."""
 ENTRY_PASSES = 8
 """Reads and writes of an entry's id while rows are chosen, sorted and grouped."""
 
@@ -116,14 +113,6 @@ def add_batch_scores(estimate: Estimate, run: PlannedRun, edges: float) -> None:
     estimate.add(
         MEMORY, "scores and rows of a batch", "4 * edges * (sides * candidates + 4 * dim) * item",
         edges=edges, sides=sides, candidates=candidates, dim=work.tables[0].dim, item=work.item,
-    )  # fmt: skip
-
-
-def add_ranking(estimate: Estimate, run: PlannedRun, entities: float) -> None:
-    """Add the memory of ranking the held-out edges of a rank among all entities."""
-    estimate.add(
-        MEMORY, "scores of held-out edges against all entities", "each * min(held_out * entities, most)",
-        each=SCORE_BYTES, held_out=run.workload.num_held_out / run.ranks, entities=entities, most=CHUNK,
     )  # fmt: skip
 
 

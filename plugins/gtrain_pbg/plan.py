@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gtrain.plan import wide
+from gtrain.plan import layers, wide
 from gtrain.plan.estimate import (
     DISK,
     DISK_TIME,
@@ -46,7 +46,7 @@ class PbgPlanner(Planner):
             MEMORY, "edges of a bucket", "edges / partitions ** 2 * each",
             edges=work.num_edges, partitions=partitions, each=_EDGE_BYTES,
         )  # fmt: skip
-        wide.add_ranking(estimate, run, table.rows)
+        layers.add_ranking(estimate, run, table.rows)
         matmul = str(settings["matmul"])
         fast = matmul in ("bfloat16", "int8") or (
             matmul == "auto" and run.machine.flops_bfloat16 > run.machine.flops and table.dim >= 32

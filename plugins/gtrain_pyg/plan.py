@@ -16,7 +16,6 @@ _HIDDEN = 0.8  # of the transfers, which are a batch ahead
 _EDGE_BYTES = 40  # of a sampled edge: ends and position, and their order by target and by source
 _EDGE_ID_BYTES = 12  # of an edge's number in the source data, which its owner sends, and of the position that names it
 _KEPT = 1.5  # memory that the C library keeps for the next batch, in parts of what a batch allocates
-_KEPT_SCORES = 1.75  # the same of the scores of held-out edges
 _KEPT_TYPED, _KEPT_OF_EDGES = 2.5, 4  # the same with many tensors whose sizes change from batch to batch
 
 
@@ -48,7 +47,7 @@ class PygPlanner(Planner):
         layers.add_step_time(estimate, run, steps)
         if work.task == "link":
             nodes = work.num_nodes / run.ranks
-            layers.add_scored_edges(estimate, run, seeds / run.ranks, nodes, steps, _KEPT_SCORES)
+            layers.add_scored_edges(estimate, run, seeds / run.ranks, nodes, steps)
             estimate.assumptions.append("the batches in which validation encodes all nodes take no more memory")
         estimate.add(
             BANDWIDTH, "sampling", "edges * steps / (cores * sampling)",

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gtrain.model.edge_model import CHUNK, known_of
 from gtrain.model.kg.scores import EdgeScores
 from gtrain.model.kg.tables import EntityTables
 from gtrain.model.kg.training import RelationGroup, Triples
+from gtrain.model.ranking import CHUNK, Tiles, known_of, left_out, queries_at_once, rank
 from gtrain.nn import Csr, select_rows
 
 _TRANSFORMED = 1 << 20
@@ -129,43 +129,42 @@ class _SideRanks:
     def score_answers(self, rows: Tensor, column: Tensor) -> None:
         """Store the scores of the answers that are in this block."""
         present = (column[self._queries.answer] >= 0).nonzero().flatten()
-        for part in present.split(max(1, CHUNK // max(1, len(rows)))):
-            scores = self._score(part, rows)
-            self._answer_scores[part] = scores.gather(1, column[self._queries.answer[part]].unsqueeze(1)).squeeze(1)
+        for part in present.split(queries_at_once(len(rows), self.device)):
+            self._answer_scores[part] = self._tiles(part, rows).of(column[self._queries.answer[part]])
         self._has_scores = True
 
     def count(self, rows: Tensor, column: Tensor) -> None:
         """Count the nodes of this block that score better than each answer, and those that score the same."""
-        for part in self._first(len(self._transformed)).split(max(1, CHUNK // max(1, len(rows)))):
-            self._count(part, self._score(part, rows), column)
+        for part in self._first(len(self._transformed)).split(queries_at_once(len(rows), self.device)):
+            tiles = self._tiles(part, rows)
+            if not self._has_scores:  # the block has all nodes
+                self._answer_scores[part] = tiles.of(column[self._queries.answer[part]])
+            better, equal = tiles.compare(self._answer_scores[part], self._left_out(part, column))
+            self._better[part] += better
+            self._equal[part] += equal
 
     def ranks(self) -> Tensor:
         """Return the ranks, in the order of the queries."""
-        return (1 + self._better.double() + self._equal.double() / 2)[self._order.argsort()]
+        return rank(self._better, self._equal)[self._order.argsort()]
 
     def _first(self, count: int) -> Tensor:
         """Return the numbers from 0 to ``count - 1``."""
         return torch.arange(count, device=self.device)
 
-    def _count(self, part: Tensor, scores: Tensor, column: Tensor) -> None:
-        answer, row = column[self._queries.answer[part]], self._first(len(part))
-        present = answer >= 0
-        if not self._has_scores:
-            self._answer_scores[part] = scores[row, answer]
-        true = self._answer_scores[part].unsqueeze(1)
+    def _tiles(self, part: Tensor, rows: Tensor) -> Tiles:
+        return Tiles(lambda chosen: self._score(part, rows[chosen]), len(rows), self.device)
+
+    def _left_out(self, part: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the answers and known answers of some queries that are in a block, by their columns."""
+        query, ids = left_out(self._queries.answer[part], *self._known(part))
+        in_block = column[ids] >= 0
+        return query[in_block], column[ids[in_block]]
+
+    def _known(self, part: Tensor) -> tuple[Tensor | None, Tensor | None]:
         known = self._queries.known
-        if known is not None and len(part):
-            rows = slice(int(part[0]), int(part[-1]) + 1)
-            of_row, ids = known_of(rows, known.offsets, known.ids)
-            assert of_row is not None and ids is not None
-            in_block = column[ids] >= 0
-            scores[of_row[in_block], column[ids[in_block]]] = -torch.inf
-        scores[row[present], answer[present]] = -torch.inf
-        worse_or_same = scores <= true  # NaN counts against the answer
-        self._better[part] += (~worse_or_same).count_nonzero(1)  # sum would copy to int64
-        same = (scores == true).count_nonzero(1)
-        # an answer with the score minus infinity ties with the entries that were left out: these do not count
-        self._equal[part] += torch.where(true.squeeze(1) == -torch.inf, torch.zeros_like(same), same)
+        if known is None or not len(part):
+            return None, None
+        return known_of(slice(int(part[0]), int(part[-1]) + 1), known.offsets, known.ids)
 
     def _score(self, part: Tensor, rows: Tensor) -> Tensor:
         """Return the scores of some queries and all nodes of a block, ``[b, n]``."""

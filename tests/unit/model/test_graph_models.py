@@ -16,8 +16,9 @@ from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError, DataError
 from gtrain.model.classification import NodeClassifier
 from gtrain.model.decoders import DECODERS, make_decoder
-from gtrain.model.edge_model import Ranking, ranks
+from gtrain.model.edge_model import Ranking
 from gtrain.model.link_predictor import LinkPredictor
+from gtrain.model.ranking import ranks
 from gtrain.run import build
 
 SHARED = {"hidden_channels": 8, "num_layers": 2, "dropout": 0.0}
@@ -144,9 +145,9 @@ class Fixed(nn.Module):
 def test_ranks_by_hand() -> None:
     scores = torch.tensor([[0.1, 0.9, 0.5, 0.5], [0.3, 0.3, 0.3, 0.3], [0.9, 0.8, 0.7, 0.6]])
     answer = torch.tensor([2, 0, 3])
-    assert ranks(lambda rows: scores[rows], answer, None, None, 4).tolist() == [2.5, 2.5, 4.0]
+    assert ranks(lambda rows, some: scores[rows][:, some], answer, None, None, 4).tolist() == [2.5, 2.5, 4.0]
     known_ptr, known = torch.tensor([0, 2, 3, 6]), torch.tensor([1, 2, 0, 0, 1, 3])
-    found = ranks(lambda rows: scores[rows], answer, known_ptr, known, 4)
+    found = ranks(lambda rows, some: scores[rows][:, some], answer, known_ptr, known, 4)
     assert found.tolist() == [1.5, 2.5, 2.0]
     metrics = {name: Ranking(name) for name in ("mrr", "hits@1", "hits@3")}
     for metric in metrics.values():
@@ -156,14 +157,14 @@ def test_ranks_by_hand() -> None:
     assert values == {"mrr": pytest.approx((1 / 1.5 + 1 / 2.5 + 1 / 2) / 3), "hits@1": 0.0, "hits@3": 1.0}
 
 
-def test_ranks_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_not_depend_on_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.randint(0, 9, (50, 20), generator=generator).float()
     answer, known = torch.randint(0, 20, (50,), generator=generator), torch.randint(0, 20, (150,), generator=generator)
     pointer = torch.arange(0, 151, 3)
-    whole = ranks(lambda rows: scores[rows], answer, pointer, known, 20)
-    monkeypatch.setattr("gtrain.model.edge_model.CHUNK", 70)
-    assert torch.equal(ranks(lambda rows: scores[rows], answer, pointer, known, 20), whole)
+    whole = ranks(lambda rows, some: scores[rows][:, some], answer, pointer, known, 20)
+    monkeypatch.setattr("gtrain.model.ranking.TILE", 7)
+    assert torch.equal(ranks(lambda rows, some: scores[rows][:, some], answer, pointer, known, 20), whole)
 
 
 @pytest.mark.parametrize("name", DECODERS)

@@ -14,9 +14,10 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from gtrain.data.batches.edge_seeds import KnownEdges
-from gtrain.model import edge_model as ranking
+from gtrain.model import ranking
 from gtrain.model.decoders import DECODERS, make_decoder
-from gtrain.model.edge_model import Auc, ranks, spread_ranks
+from gtrain.model.edge_model import Auc, spread_ranks
+from gtrain.model.ranking import ranks
 from gtrain.strategy.row_exchange import RowExchange
 
 N, D = 30, 4
@@ -112,14 +113,14 @@ class Share:
 
 
 @pytest.mark.parametrize("filtered", [True, False])
-@pytest.mark.parametrize("chunk", [40, 1 << 24])
+@pytest.mark.parametrize("tile", [4, 1 << 10])
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("offsets", [[0, N], [0, 11, 30], [0, 9, 9, 30]])
 def test_ranks_among_all_nodes_of_all_ranks(
-    offsets: list[int], name: str, chunk: int, filtered: bool, monkeypatch: pytest.MonkeyPatch
+    offsets: list[int], name: str, tile: int, filtered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole numbers, so that scores tie exactly; one rank may own nothing; one node's embedding is no number."""
-    monkeypatch.setattr(ranking, "CHUNK", chunk)
+    monkeypatch.setattr(ranking, "TILE", tile)
     generator = torch.Generator().manual_seed(0)
     nodes = torch.randint(-2, 3, (N, D), generator=generator).double()
     nodes[17] = torch.nan
@@ -134,7 +135,7 @@ def test_ranks_among_all_nodes_of_all_ranks(
 
     def alone(score: Any, given: Tensor, answer: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
         lists = known if filtered else (None, None)
-        return ranks(lambda rows: score(given[rows], relation[rows], nodes), answer, *lists, N)
+        return ranks(lambda rows, some: score(given[rows], relation[rows], nodes[some]), answer, *lists, N)
 
     with torch.no_grad():
         tails = alone(decoder.tails, nodes[index[0]], index[1], whole.tails(index[0], relation))
