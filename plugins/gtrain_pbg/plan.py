@@ -20,6 +20,7 @@ from gtrain.plan.estimate import (
 _HIDDEN = 0.9  # of partitions read ahead and written behind: docs/benchmarks.md
 _SLOTS_OF_SEVERAL = 3
 _EDGE_BYTES = 112  # ends, relation and position of an edge of the bucket that is trained, and their shuffled copies
+_KNOWN_BYTES = 270  # of an edge that a filtered ranking keeps and looks up as a known answer: measured
 _STEP_OPERATIONS = 20
 _KERNELS = 60e6  # numba, and the compiled steps: measured beyond the imports in a run of 40 entities
 
@@ -47,6 +48,10 @@ class PbgPlanner(Planner):
             edges=work.num_edges, partitions=partitions, each=_EDGE_BYTES,
         )  # fmt: skip
         layers.add_ranking(estimate, run, table.rows)
+        if run.config["model"].get("filtered"):
+            estimate.add(
+                MEMORY, "known answers of held-out edges", "edges * each", edges=work.num_edges, each=_KNOWN_BYTES
+            )
         matmul = str(settings["matmul"])
         fast = matmul in ("bfloat16", "int8") or (
             matmul == "auto" and run.machine.flops_bfloat16 > run.machine.flops and table.dim >= 32
