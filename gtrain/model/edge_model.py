@@ -14,10 +14,10 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat
 
+from gtrain.model.candidate_ranks import Chosen, Tiles, queries_at_once, rank
 from gtrain.model.decoders import Decoder
 from gtrain.model.module import MeanLoss, OptimizedModule, log_mean_loss
 from gtrain.model.outputs import EdgeScores
-from gtrain.model.ranking import Chosen, Tiles, queries_at_once, rank
 from gtrain.protocols import Lists, Spread
 
 NAMES = ("mrr", "hits@1", "hits@10")
@@ -71,7 +71,7 @@ def spread_ranks(
 
     Each rank scores its nodes for the edges of all ranks and counts those that are better than the answer; an
     all-reduce adds the counts. Collective, for ranks without edges too. The result equals that of
-    :func:`gtrain.model.ranking.ranks` over all nodes.
+    :func:`gtrain.model.candidate_ranks.ranks` over all nodes.
 
     Args:
         decoder: scores edges.

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError
+from gtrain.model.candidate_ranks import ranks
 from gtrain.model.decoders import Decoder
 from gtrain.model.edge_model import EMBEDDED, EdgeModel, spread_ranks
 from gtrain.model.inputs import input_names, run_network
 from gtrain.model.module import MakeOptimizer
 from gtrain.model.outputs import EdgeScores
-from gtrain.model.ranking import ranks
 from gtrain.protocols import NodeBatches, Spread, batch_entry
 
 Batch: TypeAlias = Data | HeteroData

@@ -6,7 +6,7 @@ what is alive at its peak.
 
 from __future__ import annotations
 
-from gtrain.model.ranking import TILE
+from gtrain.model.candidate_ranks import TILE
 from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, MEMORY, OVERHEAD, Estimate, NotEstimated, PlannedRun
 from gtrain.plan.workload import ATTENTION, OTHER, Layer
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from gtrain.model.candidate_ranks import CHUNK
 from gtrain.model.kg.embedding import KGEmbedding
 from gtrain.model.kg.scores import EdgeScores
 from gtrain.model.kg.training import RelationGroup
-from gtrain.model.ranking import CHUNK
 
 Blocks = Iterator[tuple[Tensor, Tensor]]
 """Ids ``[n]`` and rows ``[n, D]`` of all candidates, a block at a time."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gtrain.model.candidate_ranks import CHUNK, Tiles, known_of, left_out, queries_at_once, rank
 from gtrain.model.kg.scores import EdgeScores
 from gtrain.model.kg.tables import EntityTables
 from gtrain.model.kg.training import RelationGroup, Triples
-from gtrain.model.ranking import CHUNK, Tiles, known_of, left_out, queries_at_once, rank
 from gtrain.nn import Csr, select_rows
 
 _TRANSFORMED = 1 << 20

@@ -14,11 +14,11 @@ from torch_geometric.nn import GCN
 
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError, DataError
+from gtrain.model.candidate_ranks import ranks
 from gtrain.model.classification import NodeClassifier
 from gtrain.model.decoders import DECODERS, make_decoder
 from gtrain.model.edge_model import Ranking
 from gtrain.model.link_predictor import LinkPredictor
-from gtrain.model.ranking import ranks
 from gtrain.run import build
 
 SHARED = {"hidden_channels": 8, "num_layers": 2, "dropout": 0.0}
@@ -163,7 +163,7 @@ def test_ranks_do_not_depend_on_the_tiles(monkeypatch: pytest.MonkeyPatch) -> No
     answer, known = torch.randint(0, 20, (50,), generator=generator), torch.randint(0, 20, (150,), generator=generator)
     pointer = torch.arange(0, 151, 3)
     whole = ranks(lambda rows, some: scores[rows][:, some], answer, pointer, known, 20)
-    monkeypatch.setattr("gtrain.model.ranking.TILE", 7)
+    monkeypatch.setattr("gtrain.model.candidate_ranks.TILE", 7)
     assert torch.equal(ranks(lambda rows, some: scores[rows][:, some], answer, pointer, known, 20), whole)
 
 

@@ -14,10 +14,10 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from gtrain.data.batches.edge_seeds import KnownEdges
-from gtrain.model import ranking
+from gtrain.model import candidate_ranks as ranking
+from gtrain.model.candidate_ranks import ranks
 from gtrain.model.decoders import DECODERS, make_decoder
 from gtrain.model.edge_model import Auc, spread_ranks
-from gtrain.model.ranking import ranks
 from gtrain.strategy.row_exchange import RowExchange
 
 N, D = 30, 4

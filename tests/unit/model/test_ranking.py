@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gtrain.model import ranking
+from gtrain.model import candidate_ranks as ranking
+from gtrain.model.candidate_ranks import Chosen, ranks
 from gtrain.model.edge_model import Ranking
-from gtrain.model.ranking import Chosen, ranks
 
 
 def by_hand(scores: Tensor, answer: Tensor, known: list[list[int]]) -> list[float]:
