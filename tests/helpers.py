@@ -37,22 +37,14 @@ def some_slow(cases: Iterable[Any], each: int, *kept: Any) -> list[Any]:
     """
     cases = list(cases)
     rest = rest_exhaustive(cases, *kept) if kept else cases
-    return [case if not number % each else _slow(rest[number]) for number, case in enumerate(cases)]
+    return [case if not number % each else _marked(rest[number], pytest.mark.slow) for number, case in enumerate(cases)]
 
 
 def rest_exhaustive(cases: Iterable[Any], *kept: Any) -> list[Any]:
     """Parameters of a slow test, of which all but those in ``kept`` are exhaustive too."""
     cases = list(cases)
     assert set(kept) < set(cases), f"{kept} are not some of {cases}"
-    return [case if case in kept else _exhaustive(case) for case in cases]
-
-
-def _exhaustive(case: Any) -> Any:
-    return _marked(case, pytest.mark.exhaustive)
-
-
-def _slow(case: Any) -> Any:
-    return _marked(case, pytest.mark.slow)
+    return [case if case in kept else _marked(case, pytest.mark.exhaustive) for case in cases]
 
 
 def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:

@@ -56,7 +56,7 @@ class Tiles:
             return self._score(slice(0, 0)).new_zeros(len(answer))
         if self._count == self._width:
             return self._tile(0).gather(1, answer.unsqueeze(1)).squeeze(1)
-        chosen = answer.new_zeros(self._width)
+        chosen = answer.new_zeros(max(self._width, len(answer)))
         chosen[: len(answer)] = answer
         return self._score(chosen).diagonal().clone()
 

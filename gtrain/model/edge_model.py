@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat
 
-from gtrain.model.candidate_ranks import Chosen, Tiles, queries_at_once, rank
+from gtrain.model.candidate_ranks import Chosen, Tiles, known_of, left_out, queries_at_once, rank
 from gtrain.model.decoders import Decoder
 from gtrain.model.module import MeanLoss, OptimizedModule, log_mean_loss
 from gtrain.model.outputs import EdgeScores
@@ -124,11 +124,6 @@ class _Queries:
         self.rows, self.ids, self.answer, self.known = rows, ids, answer, known
         self.relation = None if relation is None else relation.cpu()
 
-    def part(self, rows: slice) -> _Queries:
-        """Return a range of the queries, without known answers."""
-        relation = None if self.relation is None else self.relation[rows]
-        return _Queries(self.rows[rows], self.ids[rows], self.answer[rows], relation)
-
     def gathered(self, spread: Spread, chosen: slice) -> tuple[list[int], _Queries]:
         """Return the number of each rank's chosen queries, and the queries of all ranks."""
         rows = spread.all_gather(self.rows[chosen])
@@ -152,29 +147,16 @@ def _ranks(
     known_answers: Callable[[Tensor, Tensor | None], Lists] | None,
 ) -> Tensor:
     """Return the ranks of this rank's answers; ``known_answers`` returns those among the rank's candidates."""
-    total, device = len(queries.ids), queries.rows.device
+    total = len(queries.ids)
     sizes = torch.stack(spread.all_gather(torch.tensor([total, len(candidates.rows)])))
-    step = queries_at_once(int(sizes[:, 1].max()), device)
+    step = max(1, queries_at_once(int(sizes[:, 1].max()), queries.rows.device) // spread.size)
     blocks = [torch.empty(0, dtype=torch.float64)]
     # As many rounds on every rank: each round is collective.
     for start in range(0, int(sizes[:, 0].max()), step):
         counts, gathered = queries.gathered(spread, slice(min(start, total), min(start + step, total)))
         known = gathered.known if known_answers is None else known_answers(gathered.ids, gathered.relation)
-        parts = [
-            _counted(spread, candidates, gathered.part(rows), _part_of(known, rows))
-            for first in range(0, len(gathered.ids), step)
-            for rows in [slice(first, min(first + step, len(gathered.ids)))]
-        ]
-        if parts:
-            blocks.append(torch.cat(parts).split(counts)[spread.rank])
+        blocks.append(_counted(spread, candidates, gathered, known).split(counts)[spread.rank])
     return torch.cat(blocks)
-
-
-def _part_of(known: Lists | None, rows: slice) -> Lists | None:
-    if known is None:
-        return None
-    bounds = known[0][rows.start : rows.stop + 1]
-    return bounds - bounds[0], known[1][int(bounds[0]) : int(bounds[-1])]
 
 
 def _counted(spread: Spread, candidates: _Candidates, queries: _Queries, known: Lists | None) -> Tensor:
@@ -190,13 +172,9 @@ def _counted(spread: Spread, candidates: _Candidates, queries: _Queries, known: 
     # Zero on ranks that do not own the answer, so that the sum is its score: one rank owns each answer.
     own = torch.where(owned.to(device), tiles.of(torch.where(owned, index, 0).to(device)), 0)
     own = spread.all_reduce(own)
-    query = owned.nonzero().flatten()
-    rows, columns = [query], [index[owned]]
-    if known is not None:
-        row = torch.repeat_interleave(torch.arange(len(own)), known[0].diff())
-        candidate, here = candidates.local(known[1])
-        rows, columns = [query, row[here]], [index[owned], candidate[here]]
-    counts = tiles.compare(own, (torch.cat(rows).to(device), torch.cat(columns).to(device)))
+    query, ids = left_out(queries.answer, *known_of(slice(0, len(own)), *(known or (None, None))))
+    index, owned = candidates.local(ids)
+    counts = tiles.compare(own, (query[owned].to(device), index[owned].to(device)))
     return rank(*spread.all_reduce(torch.stack(counts))).cpu()
 
 

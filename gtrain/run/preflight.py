@@ -56,7 +56,7 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
     targets.check_objects(config, build.find_target, ["data"])
     build.find_target(config["data"]["_target_"], "data")
     ranks = config["trainer"]["num_nodes"] * config["trainer"]["devices"]
-    job.smoothing  # noqa: B018 - raises its errors
+    job.make_smoothing()  # raises its errors
     if verb in ("predict", "export"):
         check_output(job.output, job.format)
         check_folder(job.output.parent, f"output={job.output}")

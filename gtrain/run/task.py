@@ -260,9 +260,8 @@ class Task:
         """Whether :attr:`output` has embeddings, not predictions."""
         return self.config["verb"] == "export" or bool(self.config["embeddings"])
 
-    @property
-    def smoothing(self) -> Smoothing | None:
-        """What corrects the predictions; None without ``correct_and_smooth``.
+    def make_smoothing(self) -> Smoothing | None:
+        """Return what corrects the predictions; None without ``correct_and_smooth``.
 
         Raises:
             ConfigError: the job does not predict scores of classes in one process.
@@ -351,7 +350,7 @@ class Task:
     ) -> PredictionWriter:
         """Write a file of the nodes of one type; None: that of the labels."""
         assert isinstance(trainer.strategy, GraphStrategy)
-        store, smoothing = data.open_store(), self.smoothing
+        store, smoothing = data.open_store(), self.make_smoothing()
         if smoothing is not None:
             smoothing.check(store)
         writer = PredictionWriter(path, self.format, store, trainer.strategy, self.embeds, node_type, smoothing)

@@ -22,26 +22,22 @@ class RunsOut(Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise it."""
         if trainer.global_rank == self._rank:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            self.run_out()
+
+    def run_out(self) -> None:
+        """Raise what the allocator of a GPU raises."""
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-class RunsOutOnTheHost(Callback):
-    """Allocates more than this process's limit of addresses, on one rank, after its first backward pass.
+class RunsOutOnTheHost(RunsOut):
+    """Allocates more than this process's limit of addresses, on one rank, after its first backward pass."""
 
-    Args:
-        rank: the rank.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def run_out(self) -> None:
         """Have torch's allocator fail."""
-        if trainer.global_rank == self._rank:
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            _, hard = resource.getrlimit(resource.RLIMIT_AS)
-            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 29), hard))
-            torch.empty(1 << 31, dtype=torch.uint8)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 29), hard))
+        torch.empty(1 << 31, dtype=torch.uint8)
 
 
 class LimitsDevice(Callback):

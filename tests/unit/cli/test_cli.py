@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import REPO
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.plugins import Plugins
+from hydra import compose
 from omegaconf import DictConfig
 
 from gtrain import backends, config, messages, targets
@@ -25,13 +23,7 @@ LAZY = object()
 """Stands for Hydra 1.3's help of ``--shell-completion``, which is not a string."""
 
 
-@pytest.fixture(autouse=True)
-def composed_by_hydra():
-    Plugins.instance().register(entry.BackendConfigs)
-    config.register()
-    GlobalHydra.instance().clear()
-    with initialize_config_module("gtrain.conf", **config.VERSION_BASE):
-        yield
+pytestmark = pytest.mark.usefixtures("composed_by_hydra")
 
 
 def message(*overrides: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -12,13 +12,10 @@ from typing import TypeVar
 import pytest
 from forked import gtrain
 from helpers import REPO, ok, summary
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.plugins import Plugins
+from hydra import compose
 from omegaconf import open_dict
 
 from gtrain import backends, config, targets
-from gtrain.cli import entry
 from gtrain.errors import DataError, GtrainError
 from gtrain.model.inputs import zero_demand
 from gtrain.run import preflight, task
@@ -64,13 +61,8 @@ REAL = {  # where the data of an experiment are
 
 
 @pytest.fixture(autouse=True)
-def composed_by_hydra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, composed_by_hydra: None) -> None:
     monkeypatch.chdir(tmp_path)
-    Plugins.instance().register(entry.BackendConfigs)
-    config.register()
-    GlobalHydra.instance().clear()
-    with initialize_config_module("gtrain.conf", **config.VERSION_BASE):
-        yield
 
 
 class Job:

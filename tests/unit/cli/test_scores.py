@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.plugins import Plugins
+from hydra import compose
 from torch import Tensor
 from torch_geometric.data import Data
 
 from gtrain import GraphDataModule, SingleStrategy, config
-from gtrain.cli import entry
 from gtrain.data.planted.kg import PlantedKGData
 from gtrain.data.planted.sparse import PlantedSparseData
 from gtrain.run import build
@@ -64,13 +61,8 @@ TASKS: dict[str, tuple[list[str], Callable[[], GraphDataModule[Any]], set[str]]]
 
 
 @pytest.fixture(autouse=True)
-def composed_by_hydra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, composed_by_hydra: None) -> None:
     monkeypatch.chdir(tmp_path)
-    Plugins.instance().register(entry.BackendConfigs)
-    config.register()
-    GlobalHydra.instance().clear()
-    with initialize_config_module("gtrain.conf", **config.VERSION_BASE):
-        yield
 
 
 @pytest.mark.parametrize("task", TASKS)
