@@ -112,14 +112,7 @@ class PBGStrategy(GraphStrategy):
 
     def make_device(self) -> Device | None:
         """Return the GPU of this rank; None on a CPU."""
-        if self.root_device.type != "cuda":
-            return None
-        if self.is_global_zero:
-            log.warning(
-                "strategy=pbg on a GPU is experimental: graphs of hundreds of entities train as on a CPU, but a run of "
-                "14,541 entities with 400 columns ended with an illegal memory access; see docs/gpu.md"
-            )
-        return Device(self.root_device)
+        return Device(self.root_device) if self.root_device.type == "cuda" else None
 
     @property
     def _state(self) -> InstalledModel:

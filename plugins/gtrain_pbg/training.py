@@ -151,8 +151,15 @@ class BucketTraining:
                 TrainingStep(group, weights, dtype, matmul, self._steps[0].work if self._steps else None)
             )
 
-    def train(self, batches: list[EdgeList], scheduled: ScheduledBucket) -> tuple[float, float]:
+    def train(
+        self, batches: list[EdgeList], scheduled: ScheduledBucket, following: list[EdgeList] | None = None
+    ) -> tuple[float, float]:
         """Train on batches of a bucket; return the weighted sum of the losses, and the sum of the weights.
+
+        Args:
+            batches: each of one group of relations.
+            scheduled: the bucket.
+            following: batches of the next call, if it is of the same bucket; a device prepares them ahead.
 
         Raises:
             DataError: a loss is NaN or infinite.

@@ -220,7 +220,7 @@ class BucketWorker:
             self._machine.barrier()
         edges, trained = 0, (0.0, 0.0)
         for number, batches in enumerate(steps, 1):
-            trained = self._training.train(batches, scheduled)
+            trained = self._training.train(batches, scheduled, steps[number] if number < len(steps) else None)
             edges += sum(map(len, batches))
             if number < len(steps):
                 yield trained

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import run
 from torch_geometric.nn import GATConv, GraphSAGE
 
 from gtrain.engine.kernels import threads
@@ -16,7 +17,9 @@ from gtrain.engine.local import LocalEngine
 
 _CASES = Path(__file__).parents[1] / "unit" / "engine" / "test_local.py"
 _OF_THE_CPU = {
-    "test_an_edge_to_no_node_is_an_error",  # the GPU stops the process
+    # The GPU stops the process: see test_an_edge_to_no_node_stops_the_process.
+    "test_an_edge_to_no_node_is_an_error",
+    "test_edges_that_name_no_node_are_refused",
     "test_float16_runs_as_written",  # autocast of the CPU
     "test_in_bfloat16_a_convolution_equals_its_own_to_rounding",
     "test_sums_of_bfloat16_do_not_stop_at_256",
@@ -30,12 +33,28 @@ globals().update(
     {name: value for name, value in vars(_module).items() if name.startswith("test_") and name not in _OF_THE_CPU}
 )
 engine = _module.engine
+WRONG_EDGE = """
+import torch
+from torch_geometric.nn import SAGEConv
+from gtrain.engine.local import LocalEngine
+
+conv, engine = SAGEConv(4, 5).cuda(), LocalEngine()
+engine.install(conv)
+conv(torch.randn(6, 4, device="cuda"), torch.tensor([[0, 6], [0, 1]], device="cuda"))
+torch.cuda.synchronize()
+"""
 
 
 @pytest.fixture(autouse=True)
 def on_the_gpu() -> Iterator[None]:
     with torch.device("cuda"):
         yield
+
+
+def test_an_edge_to_no_node_stops_the_process(tmp_path: Path) -> None:
+    """After a failed assertion, a process cannot use the device: in this one, all later tests would fail."""
+    done = run([sys.executable, "-c", WRONG_EDGE], cwd=tmp_path, timeout=60)
+    assert done.returncode != 0 and "'edge_index' names nodes that do not exist" in done.stderr
 
 
 def test_layers_run_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

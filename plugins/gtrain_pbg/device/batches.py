@@ -212,13 +212,16 @@ class BatchPreparation:
         by_relation = recipe.relation_weight
         self._relation_weight = None if by_relation is None else torch.tensor(by_relation, dtype=dtype)
 
-    def __call__(self, batches: Sequence[EdgeList], shape: BatchShape, heads: Ends, tails: Ends) -> Piece:
-        """Prepare batches of one shape, drawing their negatives from torch's generator as the CPU's step does.
+    def __call__(
+        self, batches: Sequence[EdgeList], shape: BatchShape, heads: Ends, tails: Ends, drawn: Tensor
+    ) -> Piece:
+        """Prepare batches of one shape.
 
         Args:
             batches: numbered by the group's relations and by the entities of the partitions.
             shape: of each.
             heads, tails: where the rows are.
+            drawn: their negatives, from :meth:`draw`.
         """
         device, n = self._device, len(batches)
         tables, rows = 1 + (self._recipe.types[0] != self._recipe.types[1]), max(heads.rows, tails.rows)
@@ -230,7 +233,6 @@ class BatchPreparation:
                 column = vars(batch)[name].numpy()
                 row[: len(batch)] = column
                 row[len(batch) :] = column[0]
-        drawn = self._draw(n, shape, heads, tails)
         counts = device.pinned(n, 1, dtype=torch.int32)
         counts.copy_(torch.tensor([[len(batch)] for batch in batches], dtype=torch.int32))
         weight, total = self._weights(batches, host[2], shape)
@@ -256,18 +258,18 @@ class BatchPreparation:
             ready = device.prepare.record()
         return Piece(shape, n, tensors, ready, host[2], float(total.sum()))
 
-    def _draw(self, n: int, shape: BatchShape, heads: Ends, tails: Ends) -> Tensor:
-        """Draw nodes for heads and tails, ``[n, 2, C, u]``, in the order of the CPU's step."""
+    def draw(self, n: int, shape: BatchShape, heads: Ends, tails: Ends, generator: torch.Generator) -> Tensor:
+        """Draw nodes for the heads and tails of n batches, int32 ``[n, 2, C, u]``, in the order of the CPU's step."""
         drawn = self._device.pinned(n, 2, shape.chunks, shape.uniform, dtype=torch.int32)
         if not drawn.numel():
             return drawn
         if heads.count == tails.count:
             # One call draws the same numbers as one for each end of each batch.
-            torch.randint(heads.count, drawn.shape, out=drawn)
+            torch.randint(heads.count, drawn.shape, generator=generator, out=drawn)
         else:
             for batch in drawn:
                 for nodes, ends in zip(batch, (heads, tails), strict=True):
-                    torch.randint(ends.count, nodes.shape, out=nodes)
+                    torch.randint(ends.count, nodes.shape, generator=generator, out=nodes)
         return drawn
 
     def _weights(self, batches: Sequence[EdgeList], relation: Tensor, shape: BatchShape) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ FIRST = 2
 """Batches of the first piece, for a device that is idle."""
 PIECES = 4
 """Pieces that are launched and not yet trained, at the most."""
-AHEAD = 2
-"""Pieces that are being prepared, at the most."""
+AHEAD = 3
+"""Pieces that are being prepared, at the most: one is drawn while another is launched."""
 UNREAD = 2
 """Calls of :meth:`DeviceTraining.train` whose losses are not read yet, at the most."""
 
@@ -47,6 +47,23 @@ class CapturedStep:
 
     inputs: BatchTensors
     replay: Callable[[], None] | None = None
+
+
+@dataclass
+class PreparedSteps:
+    """The batches of one call of :meth:`DeviceTraining.train`, in pieces that threads prepare.
+
+    Attributes:
+        batches: of the call.
+        runs: pieces that nobody prepares yet.
+        pieces: group, ends, and the piece, in their order.
+        before: state of torch's generator before the draws of the first piece.
+    """
+
+    batches: list[EdgeList]
+    runs: Iterator[tuple[int, BatchShape, list[EdgeList]]]
+    before: Tensor
+    pieces: deque[tuple[int, tuple[Ends, Ends], Future[Piece]]] = field(default_factory=deque)
 
 
 class DeviceTraining(BucketTraining):
@@ -76,8 +93,10 @@ class DeviceTraining(BucketTraining):
         self._pieces: deque[Piece] = deque()
         self._unread: deque[tuple[list[Tensor], Event, float, Bucket]] = deque()
         self._numbers: dict[str, tuple[UpdateRule, DeviceRule]] = {}
+        self._drawing = ThreadPoolExecutor(1, "gtrain-pbg-draws")
         self._preparing = ThreadPoolExecutor(1, "gtrain-pbg-batches")
-        self._ahead: deque[tuple[int, tuple[Ends, Ends], Future[Piece]]] = deque()
+        self._generator = torch.Generator()
+        self._prepared: PreparedSteps | None = None
         super().__init__(module, recipe, rules, shared, tables, matmul)
 
     def use(self, matmul: str) -> None:
@@ -115,8 +134,13 @@ class DeviceTraining(BucketTraining):
 
     # ------------------------------------------------------------------------------------------ training
 
-    def train(self, batches: list[EdgeList], scheduled: ScheduledBucket) -> tuple[float, float]:
+    def train(
+        self, batches: list[EdgeList], scheduled: ScheduledBucket, following: list[EdgeList] | None = None
+    ) -> tuple[float, float]:
         """Train on batches of a bucket; return sums of losses and weights of earlier calls, which are complete.
+
+        The first batches of ``following`` are prepared meanwhile. Their negatives are drawn from a copy of torch's
+        generator, whose state the next call adopts: a checkpoint between both has the state before them.
 
         Raises:
             DataError: a loss is NaN or infinite.
@@ -126,7 +150,7 @@ class DeviceTraining(BucketTraining):
             self._on_device.common.save()
         self._device.compute.follow()
         with torch.no_grad():
-            weight = self._train(batches, scheduled)
+            weight = self._train(batches, scheduled, following)
         if self._several:
             self._on_device.common.save()
         with self._device.compute():
@@ -140,49 +164,75 @@ class DeviceTraining(BucketTraining):
 
     def release(self) -> None:
         """Free the device's memory; the training is over."""
+        self._forget_prepared()
         self._device_steps, self._captured = [], {}
         self._pieces.clear()
         self._unread.clear()
         self._numbers = {}
         del self._on_device
 
-    def _train(self, batches: list[EdgeList], scheduled: ScheduledBucket) -> float:
+    def _train(self, batches: list[EdgeList], scheduled: ScheduledBucket, following: list[EdgeList] | None) -> float:
         """Launch the steps of batches; return the sum of their weights."""
         self._on_device.begin(scheduled)
         with self._device.compute():
             self._update_rules()
         while self._pieces and _happened(self._pieces[0].done):
             self._pieces.popleft()
-        # An idle device begins with few batches, so that it waits for few.
-        runs = self._runs(batches, FIRST if not self._pieces else PIECE)
-        ahead = self._ahead
-        ahead.clear()
+        prepared = self._prepared
+        if prepared is None or prepared.batches is not batches or not prepared.before.equal(torch.get_rng_state()):
+            self._forget_prepared()
+            # An idle device begins with few batches, so that it waits for few.
+            prepared = self._prepared = self._begin_to_prepare(batches, FIRST if not self._pieces else PIECE)
         weight = 0.0
         while True:
-            while len(ahead) < AHEAD and (run := next(runs, None)) is not None:
-                number, shape, edges = run
-                ends = self._ends(number, scheduled)
-                # One thread draws all negatives, so that their order is that of the batches.
-                piece = self._preparing.submit(self._prepared, number, shape, edges, scheduled, ends)
-                ahead.append((number, ends, piece))
-            if not ahead:
+            self._prepare_more(prepared, scheduled)
+            if not prepared.pieces:
                 break
-            number, ends, piece = ahead.popleft()
+            number, ends, piece = prepared.pieces.popleft()
             weight += self._launch(number, piece.result(), ends)
+        torch.set_rng_state(self._generator.get_state())
+        self._prepared = None
+        if following:
+            self._prepared = self._begin_to_prepare(following, PIECE)
+            self._prepare_more(self._prepared, scheduled)
         self._on_device.trained(scheduled)
         return weight
 
-    def _prepared(
+    def _begin_to_prepare(self, batches: list[EdgeList], first: int) -> PreparedSteps:
+        """Return the pieces of batches, drawn from torch's generator as it is now; ``first``: most of the first piece."""
+        before = torch.get_rng_state()
+        self._generator.set_state(before)
+        return PreparedSteps(batches, self._runs(batches, first), before)
+
+    def _prepare_more(self, prepared: PreparedSteps, scheduled: ScheduledBucket) -> None:
+        """Have as many pieces prepared as may be."""
+        while len(prepared.pieces) < AHEAD and (run := next(prepared.runs, None)) is not None:
+            number, shape, edges = run
+            ends = self._ends(number, scheduled)
+            # One thread draws all negatives, so that their order is that of the batches.
+            draw = self._prepare[number].draw
+            drawn = self._drawing.submit(draw, len(edges), shape, *ends, self._generator)
+            piece = self._preparing.submit(self._piece, number, shape, edges, scheduled, ends, drawn)
+            prepared.pieces.append((number, ends, piece))
+
+    def _forget_prepared(self) -> None:
+        """Drop pieces that were prepared for a call that did not come."""
+        if self._prepared is not None:
+            wait([piece for _, _, piece in self._prepared.pieces])
+            self._prepared = None
+
+    def _piece(
         self,
         number: int,
         shape: BatchShape,
         run: list[EdgeList],
         scheduled: ScheduledBucket,
         ends: tuple[Ends, Ends],
+        drawn: Future[Tensor],
     ) -> Piece:
         """Prepare batches of one group and one shape."""
         local = [self._localized(number, edges, scheduled) for edges in run]
-        return self._prepare[number](local, shape, *ends)
+        return self._prepare[number](local, shape, *ends, drawn.result())
 
     def _launch(self, number: int, piece: Piece, ends: tuple[Ends, Ends]) -> float:
         """Launch the steps of prepared batches; return the sum of their weights."""
@@ -222,7 +272,8 @@ class DeviceTraining(BucketTraining):
         if captured.replay is None:
             # Before it captures, torch returns free memory to the driver, which does not wait for what other threads
             # launch meanwhile: no other thread may use the device.
-            wait([future for _, _, future in self._ahead])
+            if self._prepared is not None:
+                wait([piece for _, _, piece in self._prepared.pieces])
             with self._on_device.lock:
                 captured.replay = self._device.captured(lambda: step(inputs, shape, ends, relations))
         captured.replay()

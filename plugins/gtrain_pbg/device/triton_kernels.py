@@ -22,8 +22,11 @@ GATHERED = 4
 """Rows that a program gathers."""
 EDGES = 4
 """Edges of a program of the backward pass of operators, sorted by relation."""
-SUMMED = 8
-"""Positions of a row whose gradients a program reads at a time."""
+SUMMED = 2
+"""Positions of a row whose gradients a program reads at a time. On an H100, 42,000 rows of 400 columns take 59 us with
+2 warps, in float32, and 46 in bfloat16; 8 positions with 4 warps take 92 and 155."""
+SUMMING_WARPS = 2
+"""Warps of such a program."""
 
 
 @triton.jit
@@ -336,7 +339,7 @@ def update_rows(
     _update_rows[(starts.numel() - 1,)](
         table.value, table.state, ids, order, starts, distinct, by_row, by_row if by_end is None else by_end, rule,
         first, width, table.state.size(1), shape.rows // 2, shape.slots, shape.columns, shape.edges,
-        by_end is not None, name, _block(width), SUMMED,
+        by_end is not None, name, _block(width), SUMMED, num_warps=SUMMING_WARPS,
     )  # fmt: skip
 
 

@@ -340,7 +340,9 @@ class Bench:
         heads, tails = torch.randint(self.entities, (2, load.batch))
         edges = EdgeList(heads, torch.randint(self.relations, (load.batch,)), tails, None)
         ends, shape = Ends(0, self.entities, self.entities), shape_of(recipe.groups[0], load.batch)
-        piece = BatchPreparation(recipe.groups[0], torch.float32, device)([edges], shape, ends, ends)
+        preparation = BatchPreparation(recipe.groups[0], torch.float32, device)
+        drawn = preparation.draw(1, shape, ends, ends, torch.default_generator)
+        piece = preparation([edges], shape, ends, ends, drawn)
         device.prepare.synchronize()
         device.compute.follow()
         batch, values, operators = piece.tensors.batch(0), (table.value, table.value), common.operators[0]

@@ -25,10 +25,9 @@ SAGE = ["model=sage", "model.hidden_channels=256", "model.num_layers=3"]
 GAT = ["model=gat", "model.hidden_channels=64", "model.heads=4", "model.num_layers=3"]
 RUNS: list[tuple[str, list[str]]] = [
     ("single sage", ["strategy=single", *SAGE]),
-    ("sar sage, mode 1", ["strategy=sar", "mode=1", "trainer.num_nodes=2", *SAGE]),
-    ("sar sage, mode 3", ["strategy=sar", "mode=3", "trainer.num_nodes=2", *SAGE]),
+    *((f"sar sage, mode {mode}", ["strategy=sar", f"mode={mode}", "trainer.num_nodes=2", *SAGE]) for mode in (1, 2, 3)),
     ("single gat", ["strategy=single", *GAT]),
-    ("sar gat, mode 1", ["strategy=sar", "mode=1", "trainer.num_nodes=2", *GAT]),
+    *((f"sar gat, mode {mode}", ["strategy=sar", f"mode={mode}", "trainer.num_nodes=2", *GAT]) for mode in (1, 3, 2)),
 ]
 FIXED = ["callbacks=none", "logger=none", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0"]
 

@@ -18,6 +18,7 @@ import os
 import torch
 
 import gtrain_pbg.strategy
+import gtrain_pbg.worker
 from gtrain.cli import main
 from gtrain_pbg.device.lanes import Device
 
@@ -31,6 +32,7 @@ class Replaying(Device):
         return work
 
 
+gtrain_pbg.worker.STEP_EDGES = int(os.environ.get("TEST_STEP_EDGES", gtrain_pbg.worker.STEP_EDGES))
 if os.environ["TEST_DEVICE"] == "1":
     gtrain_pbg.strategy.PBGStrategy.make_device = lambda self: Replaying()
 main()
@@ -42,11 +44,11 @@ SMALL = ["strategy=pbg", "data=planted_kg", "model=kg", "data.num_entities=120",
 SCORES = ("val/loss", "val/mrr", "test/mrr", "train/held_out_mrr_before", "train/held_out_mrr")
 
 
-def train(folder: Path, name: str, *overrides: str, device: bool) -> dict[str, Any]:
+def train(folder: Path, name: str, *overrides: str, device: bool, **variables: str) -> dict[str, Any]:
     program = folder / "program.py"
     program.write_text(PROGRAM)
     arguments = [*SMALL, *overrides, f"hydra.run.dir={folder / name}"]
-    ok(python(str(program), *arguments, cwd=folder, env={"TEST_DEVICE": str(int(device))}))
+    ok(python(str(program), *arguments, cwd=folder, env={"TEST_DEVICE": str(int(device)), **variables}))
     return summary(folder / name)
 
 
@@ -87,6 +89,19 @@ def test_a_device_trains_what_a_cpu_does(settings: list[str], tmp_path: Path) ->
     wanted, found = (train(tmp_path, str(device), *settings, device=device) for device in (False, True))
     same(found, wanted, near)
     assert wanted["metrics"]["val/mrr"] > 0.2  # chance is 0.05
+
+
+def test_batches_that_are_prepared_ahead_are_those_of_a_run_that_is_resumed(tmp_path: Path) -> None:
+    """An epoch has six steps of 400 edges; a checkpoint is written when the batches of the next one are prepared."""
+    settings, steps = ["trainer.precision=64-true"], {"TEST_STEP_EDGES": "400"}
+    wanted = train(tmp_path, "whole", *settings, device=False, **steps)
+    saving = "_target_:lightning.pytorch.callbacks.ModelCheckpoint,every_n_train_steps:8,dirpath:often,save_top_k:-1"
+    saved = [*settings, f"+callbacks.often={{{saving}}}"]
+    same(train(tmp_path, "device", *saved, device=True, **steps), wanted, 1e-10)
+    (within,) = (tmp_path / "often").glob("*step=8*")
+    resumed = train(tmp_path, "resumed", *settings, f"ckpt_path='{within}'", device=False, **steps)
+    assert resumed["metrics"]["test/mrr"] == pytest.approx(wanted["metrics"]["test/mrr"], rel=1e-8)
+    assert resumed["history"][-1]["train/loss"] == pytest.approx(wanted["history"][-1]["train/loss"], rel=1e-10)
 
 
 @pytest.mark.slow

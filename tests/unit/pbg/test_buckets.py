@@ -153,7 +153,9 @@ class Recorder:
     def score_before(self, held: EdgeList, visit: ScheduledBucket) -> None:
         self.begins = visit
 
-    def train(self, batches: list[EdgeList], visit: ScheduledBucket) -> tuple[float, float]:
+    def train(
+        self, batches: list[EdgeList], visit: ScheduledBucket, following: list[EdgeList] | None
+    ) -> tuple[float, float]:
         assert visit is self.begins
         self.turns.append((visit.bucket, len(batches)))
         return 1.0, 1.0

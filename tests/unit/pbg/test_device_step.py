@@ -88,7 +88,8 @@ class OnDevice:
         ends = Ends(FIRST, NODES, len(self.table.value))
         shape = shape_of(self.recipe.groups[0], len(edges))
         edges_of = EdgeList(edges.head, edges.relation, edges.tail, edges.weight)
-        piece = self.prepare([edges_of], shape, ends, ends)
+        drawn = self.prepare.draw(1, shape, ends, ends, torch.default_generator)
+        piece = self.prepare([edges_of], shape, ends, ends, drawn)
         lane = self.device.compute
         lane.follow()
         lane.wait(piece.ready)
