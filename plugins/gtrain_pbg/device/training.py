@@ -199,7 +199,7 @@ class DeviceTraining(BucketTraining):
         return weight
 
     def _begin_to_prepare(self, batches: list[EdgeList], first: int) -> PreparedSteps:
-        """Return the pieces of batches, drawn from torch's generator as it is now; ``first``: most of the first piece."""
+        """Return the pieces of batches, drawn from torch's generator as it is; ``first``: most of the first piece."""
         before = torch.get_rng_state()
         self._generator.set_state(before)
         return PreparedSteps(batches, self._runs(batches, first), before)
