@@ -34,6 +34,7 @@ LIGHT = (
     "gtrain.cli.inherit",
     "gtrain.cli.search",
     "gtrain.cli.sweeps",
+    "gtrain.cli.verb_help",
     "gtrain.config",
     "gtrain.data.config",
     "gtrain.errors",
@@ -71,6 +72,7 @@ LIGHT = (
     "gtrain.object_store",
     "gtrain.plan.compose",
     "gtrain.plan.machine",
+    "gtrain.query.options",
     "gtrain.record.events",
     "gtrain.record.run",
     "gtrain.record.scores",
@@ -86,6 +88,7 @@ LIGHT_PACKAGES = (
     "gtrain.memory",
     "gtrain.model",
     "gtrain.plan",
+    "gtrain.query",
     "gtrain.record",
     "gtrain.run",
 )  # these import at most gtrain.lazy

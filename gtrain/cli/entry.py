@@ -28,7 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from gtrain import __version__, backends, config, messages, targets
-from gtrain.cli import auto, explain, inherit, search, sweeps
+from gtrain.cli import auto, explain, inherit, search, sweeps, verb_help
 from gtrain.cli.hydra_changes import ComposedOnce, with_lazy_help
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.launch import launchers
@@ -118,6 +118,9 @@ def main() -> None:
                 "--experimental-rerun was given; Hydra would unpickle the file, which can execute any code.",
                 hint="type the settings of the run; .hydra/overrides.yaml in its folder lists them.",
             )
+        if (verb := verb_help.requested(sys.argv[1:])) is not None:
+            print(verb_help.text_of(verb), flush=True)
+            return
         arguments = verb_to_override(sys.argv[1:])
         if "verb=doctor" in arguments:
             # Before Hydra is imported, because its installation may be what is broken.

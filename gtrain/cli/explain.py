@@ -138,6 +138,11 @@ def _explain_option(group: str, option: str) -> str:
     return "\n".join([_wrapped(title, "", "  "), *_preset_lines(text, group), "", settings])
 
 
+def settings_of(owner: type) -> str:
+    """Return the explanation of the settings that a dataclass declares, outside of the groups."""
+    return _explain_settings(JOB, owner)
+
+
 def _explain_settings(group: str, owner: type) -> str:
     fields = _fields(owner).values()
     return "\n".join(

@@ -5,48 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from gtrain.errors import ConfigError
 from gtrain.messages import did_you_mean
 from gtrain.query.model import Answer, TrainedModel
+from gtrain.query.options import NeighborOptions, Options, ScoreOptions
 from gtrain.query.questions import Question
-from gtrain.settings import setting
 
 FORMATS = ("tsv", "json")
 STDIN = "-"
-
-
-@dataclass(frozen=True)
-class Options:
-    """What both commands take as ``key=value``."""
-
-    run: str = setting("", "folder of the run, or `last`")
-    ckpt_path: str | None = setting(None, "`best`, `last` or the folder of a checkpoint; null: the best one")
-    store: str | None = setting(None, "folder of the store, which has the names; null: where the run had it")
-    k: int = setting(10, "answers to each question")
-    format: str = setting("tsv", "`tsv`: a line per answer; `json`: an object per question")
-    input: str | None = setting(None, "file with a question or name on each line; `-`: standard input")
-
-
-@dataclass(frozen=True)
-class ScoreOptions(Options):
-    """What ``gtrain score`` takes."""
-
-    filtered: bool = setting(False, "whether edges of the data are left out of the answers")
-
-
-@dataclass(frozen=True)
-class NeighborOptions(Options):
-    """What ``gtrain neighbors`` takes."""
-
-    type: str | None = setting(None, "entity type of the names; null: the one that has them")
-    metric: str | None = setting(None, "`cos`, `l2` or `dot`; null: follows from operator and comparator")
-    index: str | None = setting(
-        None, "file of an approximate index, which is built if it does not exist; null: the search is exact"
-    )
 
 
 def score(arguments: Sequence[str]) -> None:

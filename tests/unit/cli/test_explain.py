@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from helpers import REPO
 
-from gtrain import backends
-from gtrain.cli import explain
+from gtrain import backends, config
+from gtrain.cli import entry, explain, verb_help
 from gtrain.errors import ConfigError
 
 
@@ -83,3 +84,33 @@ def test_it_imports_no_torch() -> None:
     code = "import sys, gtrain.cli.explain as e; e.main(['strategy=ps', 'data.split']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_every_verb_has_help_that_names_what_exists() -> None:
+    assert list(verb_help.HELP) == list(config.VERBS)
+    for verb, described in verb_help.HELP.items():
+        text = verb_help.text_of(verb)
+        assert text.startswith(f"gtrain {verb} ") and all(key in text for key in described.settings)
+        assert (REPO / "docs" / described.page).exists()
+        words = described.example.split()
+        assert words[0] == "gtrain" and (verb == "train" or f"verb={verb}" in entry.verb_to_override(words[1:]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "verb"),
+    [
+        (["watch", "--help"], "watch"),
+        (["-h", "score", "run=last"], "score"),
+        (["predict", "--help"], "predict"),
+        (["predict", "model=sage", "--help"], None),
+        (["--help"], None),
+        (["doctor"], None),
+    ],
+)
+def test_help_of_a_verb_is_that_of_hydra_only_with_settings(arguments: list[str], verb: str | None) -> None:
+    assert verb_help.requested(arguments) == verb
+
+
+def test_help_is_printed_and_nothing_is_done() -> None:
+    done = subprocess.run([sys.executable, "-m", "gtrain", "doctor", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == verb_help.text_of("doctor") + "\n"
