@@ -66,8 +66,8 @@ HELP = {
         ("plan.machine", "plan.least", "explain"),
     ),
     "serve": VerbHelp(
-        "role=ROLE [key=value ...]", "gtrain serve role=parameter cluster.rendezvous=tcp://host:29500 cluster.key_file=job.key",
-        "launchers.md", ("role", "cluster.rendezvous", "cluster.key_file"),
+        "role=ROLE [key=value ...]",
+        "gtrain serve role=parameter cluster.rendezvous=tcp://host:29500 cluster.key_file=job.key", "launchers.md", ("role", "cluster.rendezvous", "cluster.key_file"),
     ),
     "key": VerbHelp("cluster.key_file=FILE", "gtrain key cluster.key_file=job.key", "launchers.md",
                     ("cluster.key_file",)),
