@@ -67,7 +67,8 @@ HELP = {
     ),
     "serve": VerbHelp(
         "role=ROLE [key=value ...]",
-        "gtrain serve role=parameter cluster.rendezvous=tcp://host:29500 cluster.key_file=job.key", "launchers.md", ("role", "cluster.rendezvous", "cluster.key_file"),
+        "gtrain serve role=parameter cluster.rendezvous=tcp://host:29500 cluster.key_file=job.key",
+        "launchers.md", ("role", "cluster.rendezvous", "cluster.key_file"),
     ),
     "key": VerbHelp("cluster.key_file=FILE", "gtrain key cluster.key_file=job.key", "launchers.md",
                     ("cluster.key_file",)),

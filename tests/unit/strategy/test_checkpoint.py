@@ -75,6 +75,17 @@ def test_a_test_leaves_random_numbers_alone(tmp_path: Path, model: nn.Module) ->
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_a_test_maps_the_file_and_a_run_that_continues_reads_it(tmp_path: Path, model: nn.Module) -> None:
+    """The optimizer's state is most of a checkpoint: a test does not take memory for it."""
+    save(tmp_path / "a.ckpt", model)
+    for continues in (False, True):
+        weight = load(tmp_path / "a.ckpt", model, restore_rng=continues).checkpoint["state_dict"]["weight"]
+        files = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "trainer.pt" in line]
+        spans = [[int(end, 16) for end in line[0].split("-")] for line in files]
+        assert any(first <= weight.data_ptr() < last for first, last in spans) != continues
+        del weight
+
+
 def test_the_manifest_says_what_is_inside(tmp_path: Path, model: nn.Module) -> None:
     save(tmp_path / "a.ckpt", model)
     manifest = json.loads((tmp_path / "a.ckpt" / "manifest.json").read_text())
