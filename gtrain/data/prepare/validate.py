@@ -301,7 +301,7 @@ def check_distinct(y: Tensor, unlabelled: float | None, origin: str) -> None:
         needs = "a model needs two numbers" if math.isnan(unlabelled or 0) else "a classifier needs two classes"
         raise DataError(
             f"{origin}: all {known.numel()} labels are {known[0].item():.10g}, and {needs} at least",
-            hint="correct the labels, or the column or file that they are read from (data.labels)",
+            hint="correct the labels, or the column or file that they are read from",
         )
 
 
@@ -408,7 +408,7 @@ def _check_classes(y: Tensor, unlabelled: int | None, num_classes: int | None, o
     known = y if unlabelled is None else y[y != unlabelled]
     if not known.numel():
         raise DataError(
-            f"{origin}: all {y.numel()} nodes have the label {unlabelled}, which data.unlabelled names",
+            f"{origin}: none of the {y.numel()} nodes has a label; data.unlabelled={unlabelled} marks missing ones",
             hint="give some nodes a label, or correct data.unlabelled (null if every node has a label)",
         )
     lowest, highest = int(known.min()), int(known.max())

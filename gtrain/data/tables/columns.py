@@ -27,6 +27,9 @@ Ints = NDArray[np.int64]
 _NUMBERS = ("number", "plain", "date")
 UNIQUE_SHARE, UNIQUE_VALUES = 0.5, 100
 """Strings with more distinct values than this share of the rows and this number are text, not categories."""
+SIMILAR_SHARE = 0.9
+"""Of strings that look like numbers or dates at least this share, those that do not are probably mistakes."""
+_LIKE_NUMBER, _LIKE_DATE = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$", r"^\d{4}-\d{2}-\d{2}"
 
 
 @dataclass(frozen=True)
@@ -120,10 +123,13 @@ def infer(table: Table, name: str, choice: ColumnChoice, max_values: int) -> Col
     """
     column = present(table.column(name), table)
     kind = choice.kind or ("text" if choice.encoder is not None else _kind(column))
+    if choice.kind is None and choice.encoder is None and is_text(column.type):
+        _warn_of_outliers(column, name, kind, table)
     if choice.kind is None and (reason := _useless(column, kind, choice)) is not None:
         log.warning("%s: the column %r is left out: %s", table.place.key, name, reason)
         return None
     schema = ColumnSchema(name, kind, separator=choice.separator)
+    column = _suitable(column, schema, table)
     missing = bool(pc.any(pc.is_null(column, nan_is_null=True)).as_py())
     if kind in _NUMBERS:
         numbers = _numbers(column, schema, table)
@@ -149,7 +155,7 @@ def apply(table: Table, schema: ColumnSchema, choice: ColumnChoice) -> Block:
     Raises:
         DataError: a value does not suit the schema; names file, row and value.
     """
-    column = present(table.column(schema.name), table)
+    column = _suitable(present(table.column(schema.name), table), schema, table)
     null = pc.is_null(column, nan_is_null=True).to_numpy().astype(bool)
     if schema.kind in _NUMBERS:
         scaled = (_numbers(column, schema, table) - schema.mean) / schema.deviation
@@ -235,6 +241,48 @@ def _kind(column: Any) -> str:
     return "text" if distinct > max(UNIQUE_VALUES, UNIQUE_SHARE * present) else "category"
 
 
+def _warn_of_outliers(column: Any, name: str, kind: str, table: Table) -> None:
+    """Log the text because of which a column whose other texts are numbers, or dates, is not of that kind."""
+    if kind not in ("category", "text") or column.null_count == len(column):
+        return
+    for what, pattern, convert in (
+        ("number", _LIKE_NUMBER, _parsed_numbers),
+        ("date", _LIKE_DATE, _parsed_dates),
+    ):
+        if pc.mean(pc.match_substring_regex(column, pattern)).as_py() >= SIMILAR_SHARE:
+            row = first_wrong(column, convert)
+            log.warning(
+                "%s: the column %r is taken as %s, because %r is not a %s; correct it, or name it in %s.missing",
+                *(table.row(row), name, kind, column[row].as_py(), what, table.place.key),
+            )
+
+
+def _suitable(column: Any, schema: ColumnSchema, table: Table) -> Any:
+    """Return a column whose type suits its kind; one without any value, of Arrow's type null, is cast.
+
+    Raises:
+        DataError: the type does not suit.
+    """
+    dtype, types = column.type, pa.types
+    if types.is_null(dtype):
+        return column.cast(
+            {"vector": pa.list_(pa.float32()), "list": pa.list_(pa.string())}.get(schema.kind, pa.string())
+        )
+    item = dtype.value_type if is_list(dtype) else None
+    expected = {
+        "category": ("single values", item is None and not types.is_nested(dtype)),
+        "date": ("dates", is_text(dtype) or is_date(dtype) or types.is_integer(dtype)),
+        "vector": ("lists of numbers", item is not None and (types.is_integer(item) or types.is_floating(item))),
+    }
+    what, suits = expected.get(schema.kind, ("", True))
+    if not suits:
+        raise DataError(
+            f"{table.place.key}: the column {schema.name!r} holds {dtype}, and {what} are expected",
+            hint=f"set {table.place.key}.columns.{schema.name} to another kind",
+        )
+    return column
+
+
 def _useless(column: Any, kind: str, choice: ColumnChoice) -> str | None:
     """Return why a column is left out of the features."""
     if kind == "ignore":
@@ -255,10 +303,10 @@ def _numbers(column: Any, schema: ColumnSchema, table: Table) -> NDArray[np.floa
         try:
             return convert(column)
         except pa.ArrowInvalid:
-            row = _first_wrong(column, convert)
+            row = first_wrong(column, convert)
             wanted = "a date" if schema.kind == "date" else "a number"
             hint = "write it as 2024-05-31 or 2024-05-31 12:30:00" if schema.kind == "date" else "correct the value"
-            raise _wrong(table, schema.name, row, column[row].as_py(), f"is not {wanted}", hint) from None
+            raise _wrong(table, schema.name, row, repr(column[row].as_py()), f"is not {wanted}", hint) from None
     if schema.kind == "date":
         return _seconds(column)
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)):
@@ -395,7 +443,7 @@ def _encoded(column: Any, choice: ColumnChoice, schema: ColumnSchema, table: Tab
     return result
 
 
-def _first_wrong(column: Any, convert: Any) -> int:
+def first_wrong(column: Any, convert: Any) -> int:
     """Return the first row that cannot be converted, by halving."""
     first, last = 0, len(column)
     while last - first > 1:
@@ -409,5 +457,4 @@ def _first_wrong(column: Any, convert: Any) -> int:
 
 
 def _wrong(table: Table, name: str, row: int, value: Any, problem: str, hint: str) -> DataError:
-    shown = repr(value) if isinstance(value, str) and " " not in value[:4] else str(value)
-    return DataError(f"{table.row(row)}: the column {name!r}: {shown} {problem}", hint=hint)
+    return DataError(f"{table.row(row)}: the column {name!r}: {value} {problem}", hint=hint)

@@ -32,7 +32,7 @@ LABEL_KINDS = {"class": "whole numbers, strings or truth values, or lists of the
 _SOURCES = ("path", "duckdb", "polars", "frame")
 _READING = ("separator", "header", "missing")
 _FEATURES = ("features", "ignore", "columns")
-_LABELS = ("key", "label", "label_kind", "split")
+_LABELS = ("key", "label", "label_kind", "label_separator", "split")
 _NODES = (*_SOURCES, *_READING, *_FEATURES, *_LABELS, "time", "labels")
 _EDGES = (
     *(*_SOURCES, *_READING, *_FEATURES, "source", "target", "source_type", "target_type", "relation"),
@@ -108,6 +108,7 @@ class LabelColumns:
         label: column of labels; None: nodes have none.
         split: column of splits; None: nodes have none.
         kind: of the labels, one of :data:`LABEL_KINDS`.
+        separator: of several labels of a node that are written as one text; None: a text is one label.
     """
 
     place: Place
@@ -115,6 +116,7 @@ class LabelColumns:
     label: str | None
     split: str | None
     kind: str = "class"
+    separator: str | None = None
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ def _node(key: str, node_type: str, value: Any) -> NodeDescription:
     if apart is None:
         labels = _labels(key, entry, place, columns)
     else:
-        for name in ("label", "label_kind", "split"):
+        for name in ("label", "label_kind", "label_separator", "split"):
             if entry.get(name) is not None:
                 raise ConfigError(
                     f"{key} has both {name}={entry[name]} and labels.",
@@ -219,7 +221,13 @@ def _labels(key: str, entry: Mapping[str, Any], place: Place, columns: tuple[str
     if kind not in LABEL_KINDS:
         kinds = "; ".join(f"{known}: {meaning}" for known, meaning in LABEL_KINDS.items())
         raise ConfigError(f"{key}.label_kind={kind} was set.", hint=f"choose one of {kinds}.")
-    return LabelColumns(place, columns, _name(key, "label", entry), _name(key, "split", entry), kind)
+    separator = entry.get("label_separator")
+    if separator is not None and (kind == "number" or not separator):
+        raise ConfigError(
+            f"{key}.label_separator={separator!r} was set with label_kind={kind}.",
+            hint="name what separates several classes of a node, such as label_separator: '|'.",
+        )
+    return LabelColumns(place, columns, _name(key, "label", entry), _name(key, "split", entry), kind, separator)
 
 
 def _edge(key: str, relation: str, value: Any, node_types: Sequence[str]) -> EdgeDescription:

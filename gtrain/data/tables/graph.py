@@ -27,6 +27,7 @@ from gtrain.data.tables.columns import (
     ColumnSchema,
     apply,
     feature_columns,
+    first_wrong,
     infer,
     present,
     side_by_side,
@@ -43,7 +44,7 @@ from gtrain.data.tables.description import (
 from gtrain.data.tables.keys import NodeKeys, edge_ends, has_key, node_key, one_row_per_item
 from gtrain.data.tables.labels import UNLABELLED, masks, read_labels, read_numbers, read_split, rows_of
 from gtrain.data.tables.outline import outline
-from gtrain.data.tables.reading import Table, in_one_piece, is_list, open_table, query_files
+from gtrain.data.tables.reading import Table, in_one_piece, is_list, is_text, open_table, query_files
 from gtrain.errors import DataError
 from gtrain.graph.store.manifest import HELD_OUT, NODE_TYPE
 from gtrain.graph.store.tables import EdgeArrays
@@ -260,7 +261,8 @@ class TableData(GraphDataModule[T]):
             return read_numbers(table, name, rows, num_nodes)
         trained = self.trained or {}
         of_model = trained.get("label_values") if trained.get("target") in (None, nodes.type) else None
-        read = read_labels(table, name, rows, num_nodes, of_model, trained.get("multilabel") if of_model else None)
+        several = trained.get("multilabel") if of_model else None
+        read = read_labels(table, name, rows, num_nodes, of_model, several, nodes.labels.separator)
         self._facts["label_values"] = read.classes
         return read.y
 
@@ -323,10 +325,13 @@ class TableData(GraphDataModule[T]):
         try:
             values = column.cast(pa.float64()).to_numpy()
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise DataError(
-                f"{table.place.key}: the column of weights {name!r} holds {column.type}: {str(error).splitlines()[0]}",
-                hint="name a column of numbers",
-            ) from error
+            hint = "name a column of numbers"
+            if is_text(column.type):
+                wrong = first_wrong(column, lambda part: part.cast(pa.float64()))
+                problem = f"{table.row(wrong)}: the weight is {column[wrong].as_py()!r}, which is not a number"
+                raise DataError(problem, hint=f"correct it, or {hint}") from error
+            problem = f"{table.place.key}: the column of weights {name!r} holds {column.type}"
+            raise DataError(problem, hint=hint) from error
         if (row := first_true(~(np.abs(values) <= np.finfo(np.float32).max))) is not None:
             raise DataError(
                 f"{table.row(row)}: the weight is {values[row]}",

@@ -145,11 +145,14 @@ class NodeKeys:
         known = len(self._dictionary)
         ids = self._dictionary.encode(Keys.interleaved(texts(batch, columns, table, rows)))
         if self._origin is not None and (row := first_true(ids >= known)) is not None:
-            key = f"{_column_words(columns)} {_shown(batch, columns, row)}"
+            key, origin = f"{_column_words(columns)} {_shown(batch, columns, row)}", self._origin.key
+            if table.place.key == f"{origin}.labels":
+                other = f"for new nodes without labels set {table.place.key}=null"
+            else:
+                other = f"without {origin} the nodes are those that edges name"
             raise DataError(
-                f"{table.row(int(rows[row]))}: the {key} is not in the node table {self._origin.key}",
-                hint=f"add the node to that table, or remove the row; without {self._origin.key} the nodes are those "
-                "that edges name",
+                f"{table.row(int(rows[row]))}: the {key} is not in the node table {origin}",
+                hint=f"add the node to that table, or remove the row; {other}",
             )
         return ids
 

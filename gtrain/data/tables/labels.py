@@ -50,7 +50,13 @@ class Labels:
 
 
 def read_labels(
-    table: Table, name: str, rows: Ints, num_nodes: int, classes: Sequence[Label] | None, multilabel: bool | None
+    table: Table,
+    name: str,
+    rows: Ints,
+    num_nodes: int,
+    classes: Sequence[Label] | None,
+    multilabel: bool | None,
+    separator: str | None = None,
 ) -> Labels:
     """Read a column of labels: whole numbers, truth values or strings, or lists of these.
 
@@ -61,11 +67,16 @@ def read_labels(
         num_nodes: N.
         classes: the classes of a trained model; None: those that occur, in order.
         multilabel: whether a trained model has several labels; None: whether the column has lists.
+        separator: of several labels in a text; None: a text is one label.
 
     Raises:
         DataError: a label is of another type, no class of the model, or a node has two; names file, row and value.
     """
     column = present(table.column(name), table)
+    if separator is not None and is_text(column.type):
+        column = pc.split_pattern(column, separator)
+    if multilabel and pa.types.is_null(column.type):  # without any value
+        column = column.cast(pa.list_(pa.string()))
     lists = hasattr(column.type, "value_type")
     if multilabel is not None and multilabel != lists:
         has, expects = ("lists of labels", "one label per node") if lists else ("one label per node", "lists of labels")
@@ -73,14 +84,21 @@ def read_labels(
             f"{table.place.key}: the column {name!r} has {has}, and the checkpoint's model expects {expects}",
             hint="name another column",
         )
+    positions, single = np.arange(len(column)), column
     if lists:
         whole = in_one_piece(column)
         counts = pc.fill_null(pc.list_value_length(whole), 0).to_numpy(zero_copy_only=False)
-        positions, values = np.repeat(np.arange(len(whole)), counts), _values(pc.list_flatten(whole), name, table)
+        positions, single = np.repeat(positions, counts), pc.list_flatten(whole)
+        single = present(single, table)
+    if classes and isinstance(classes[0], str) and is_text(single.type):  # also if those of these data are all numbers
+        values = single.cast(pa.string())
     else:
-        positions, values = np.arange(len(column)), _values(column, name, table)
+        values = _values(single, name, table)
     known = _ordered(values) if classes is None else list(classes)
-    numbers = pc.index_in(values, pa.array(known, values.type) if known else pa.nulls(0, values.type))
+    named = pa.array(known) if known else pa.nulls(0, values.type)
+    if named.type != values.type:
+        named, values = named.cast(pa.string()), values.cast(pa.string())
+    numbers = pc.index_in(values, named)
     labelled = pc.is_valid(values).to_numpy(zero_copy_only=False)
     numbers = pc.fill_null(numbers, UNLABELLED).to_numpy(zero_copy_only=False).astype(np.int64)
     if (item := first_true(labelled & (numbers < 0))) is not None:
@@ -183,6 +201,8 @@ def rows_of(table: Table, find: Callable[[Any, Ints], Ints], columns: Sequence[s
 def _values(column: Any, name: str, table: Table) -> Any:
     """Return labels as whole numbers or strings."""
     types, dtype = pa.types, column.type
+    if types.is_null(dtype):
+        return column.cast(pa.int64())
     if types.is_boolean(dtype):
         return column.cast(pa.int64())
     if types.is_floating(dtype):
@@ -198,11 +218,15 @@ def _values(column: Any, name: str, table: Table) -> Any:
     if types.is_integer(dtype):
         return column.cast(pa.int64())
     if is_text(dtype):
-        try:
-            return column.cast(pa.int64())
-        except pa.ArrowInvalid:
-            _warn_of_numbers(column, name, table)
-            return column.cast(pa.string())
+        distinct = pc.unique(column).drop_null()
+        for dtype in (pa.int64(), pa.float64()):  # pandas writes whole numbers as 1.0 if some are missing
+            try:
+                distinct.cast(dtype).cast(pa.int64())
+                return column.cast(dtype).cast(pa.int64())
+            except pa.ArrowInvalid:
+                continue
+        _warn_of_numbers(column, name, table)
+        return column.cast(pa.string())
     raise DataError(
         f"{table.place.key}: the column {name!r} holds {dtype}, and labels are expected",
         hint="name a column of whole numbers, strings, or lists of these",

@@ -12,7 +12,7 @@ from gtrain.data.module import OUTLINE
 from gtrain.data.tables.columns import feature_columns
 from gtrain.data.tables.description import ColumnChoice, EdgeDescription, Features, NodeDescription, Place
 from gtrain.data.tables.keys import node_key
-from gtrain.data.tables.reading import Table, is_date, is_list
+from gtrain.data.tables.reading import Table, is_date, is_list, is_text
 
 Open = Callable[[Place], Table]
 
@@ -50,7 +50,8 @@ def outline(
         widths[name] = OUTLINE["num_features"] if has_features else None
         if described.labels.label is not None:
             numeric = described.labels.kind == "number"
-            listed = not numeric and is_list(open_table(described.labels.place).types[described.labels.label])
+            dtype = open_table(described.labels.place).types[described.labels.label]
+            listed = not numeric and (is_list(dtype) or described.labels.separator is not None and is_text(dtype))
             labelled[name] = _label_facts(numeric, listed)
     if len(labelled) > 1:
         return None

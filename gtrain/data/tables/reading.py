@@ -85,6 +85,8 @@ class _Files(Table):
         self.paths = paths
         self._starts = [0]
         schemas = [self._schema(path) for path in paths]
+        for path, schema in zip(paths, schemas, strict=True):
+            _check_distinct(f"{place.key}: {path}", schema.names)
         self.types = dict(zip(schemas[0].names, schemas[0].types, strict=True))
         for path, schema in zip(paths[1:], schemas[1:], strict=True):
             self._compare(path, schema)
@@ -266,6 +268,7 @@ class FrameTable(Table):
     def __init__(self, place: Place, frame: Any) -> None:
         super().__init__(place)
         self._frame = frame
+        _check_distinct(f"{place.key}: {self.where}", frame.schema.names)
         fields = zip(frame.schema.names, frame.schema.types, strict=True)
         self.types = {name: t.value_type if pa.types.is_dictionary(t) else t for name, t in fields}
 
@@ -281,6 +284,13 @@ class FrameTable(Table):
     def where(self) -> str:
         named = "the query of " if self.place.frame is None else "the frame "
         return f"{named}{self.place.key}"
+
+
+def _check_distinct(where: str, names: Sequence[str]) -> None:
+    """Refuse two columns of one name."""
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            raise DataError(f"{where} has two columns {name!r}", hint="rename one of them")
 
 
 def open_table(place: Place, root: Path, scratch: Path) -> Table:

@@ -82,7 +82,7 @@ def test_unlabelled() -> None:
     assert validate_graph(data, unlabelled=-1)["num_classes"] == 2
     assert labelled_nodes(data.y, -1).tolist() == [True, False, True, False]
     data.y = torch.tensor([-1] * 4)
-    with pytest.raises(DataError, match="all 4 nodes have the label -1"):
+    with pytest.raises(DataError, match="none of the 4 nodes has a label; data.unlabelled=-1"):
         validate_graph(data, unlabelled=-1)
 
 

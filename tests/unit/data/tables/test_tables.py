@@ -189,12 +189,58 @@ def test_wrong_values_of_declared_kinds(write: Write, tmp_path: Path) -> None:
             data(tmp_path, nodes={**nodes, "features": [column], "columns": {column: kind}}).read()
 
 
+@pytest.mark.parametrize(
+    ("kind", "column", "said"),
+    [
+        ("category", "tags", "holds list<.*: string>, and single values are expected"),
+        ("date", "tags", "holds list<.*: string>, and dates are expected"),
+        ("vector", "tags", "holds list<.*: string>, and lists of numbers are expected"),
+        ("vector", "name", "holds string, and lists of numbers are expected"),
+        ("date", "size", "holds double, and dates are expected"),
+    ],
+)
+def test_types_that_do_not_suit_a_declared_kind(kind: str, column: str, said: str, tmp_path: Path) -> None:
+    frame = pa.table({"id": [1, 2], "tags": [["a"], ["b"]], "name": ["x", "y"], "size": [1.5, 2.5]})
+    with pytest.raises(DataError, match=f"data.nodes: the column '{column}' {said}"):
+        data(tmp_path, nodes={"frame": frame, "columns": {column: kind}}).read()
+
+
+def test_a_single_wrong_text_among_numbers_or_dates_is_logged(
+    write: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [f"{i},{i * 3},2020-01-{i + 1:02d},{'ab'[i % 2]}{i % 3}" for i in range(20)]
+    rows[4], rows[7] = "4,?,2020-01-05,a1", "7,21,2020-13-05,b1"
+    nodes = {"path": write("n.csv", "id,age,born,code\n" + "\n".join(rows) + "\n")}
+    data(tmp_path, nodes=nodes).read()
+    age, born = "line 6: the column 'age' is taken as category, because '?'", "'2020-13-05' is not a date"
+    assert age in caplog.text and born in caplog.text and "the column 'code'" not in caplog.text
+    assert data(tmp_path, nodes={**nodes, "missing": ["?", "2020-13-05"]}).read().x.shape == (20, 10)
+
+
+def test_columns_of_one_name_are_refused(write: Write, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="n.csv has two columns 'a'"):
+        data(tmp_path, nodes=write("n.csv", "id,a,a\n1,2,3\n")).read()
+
+
+def test_labels_of_text_files(write: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whole numbers may be written as pandas does if some are missing; several labels need their separator."""
+    source = data(tmp_path, nodes={"path": write("n.csv", "id,y\n1,3.0\n2,\n3,0.0\n"), "label": "y"})
+    assert source.read().y.tolist() == [1, -1, 0] and source.extra_facts()["label_values"] == [0, 3]
+    assert "texts of numbers" not in caplog.text
+    entry = {"path": write("m.csv", "id,y\n1,b| a\n2,\n3,b\n"), "label": "y", "label_separator": "|"}
+    source = data(tmp_path, nodes=entry)
+    assert source.outline is None or source.outline["multilabel"]
+    assert source.read().y.tolist() == [[1, 1], [-1, -1], [0, 1]] and source.extra_facts()["label_values"] == ["a", "b"]
+    with pytest.raises(GtrainError, match="label_separator='|' was set with label_kind=number"):
+        data(tmp_path, nodes={**entry, "label_kind": "number"}).read()
+
+
 def test_wrong_edges_and_labels(write: Write, tmp_path: Path) -> None:
     nodes = people(write)
     for text, said in {
         "source,target\nann,eve\n": "e.csv, line 2: the 'target' 'eve' is not in the node table data.nodes",
         "source,target\nann,\n": "e.csv, line 2: the key 'target' has no value",
-        "source,target,weight\nann,bob,much\n": "the column of weights 'weight' holds string",
+        "source,target,weight\nann,bob,much\n": "e.csv, line 2: the weight is 'much', which is not a number",
     }.items():
         edges = {"path": write("e.csv", text), **({"weight": "weight"} if "weight" in text else {})}
         with pytest.raises(DataError, match=said):
@@ -206,6 +252,9 @@ def test_wrong_edges_and_labels(write: Write, tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match="l.csv, line 4: the label 'b'; the same node has the label 'a' in .*l.csv, line 2"
     ):
+        data(tmp_path, nodes=apart).read()
+    write("l.csv", "id,y\n1,a\n3,b\n")
+    with pytest.raises(DataError, match="the 'id' '3' is not in the node table data.nodes\n.*data.nodes.labels=null"):
         data(tmp_path, nodes=apart).read()
 
 
@@ -301,6 +350,42 @@ def test_labelled_new_data_are_the_test_split(write: Write, tmp_path: Path) -> N
     wrong.follow(training_of(trained.open_store()))
     with pytest.raises(DataError, match="new.csv, line 2: the label 'z' is none of the checkpoint's 2 classes: x, y"):
         wrong.prepare_data()
+
+
+def test_new_labels_of_another_type_than_the_classes(write: Write, tmp_path: Path) -> None:
+    from gtrain.data.module import training_of
+
+    train = {"path": write("n.csv", "id,y\n1,7\n2,x\n3,8\n4,x\n"), "label": "y"}
+    trained = data(tmp_path, nodes=train)
+    trained.prepare_data()
+
+    def read(column: Any) -> Any:
+        other = data(tmp_path, nodes={"frame": pa.table({"id": [5, 6], "y": column}), "label": "y"})
+        other.follow(training_of(trained.open_store()))
+        return other.read().y.tolist()
+
+    assert read(["8", "7"]) == read([8, 7]) == [1, 0]  # these texts alone are whole numbers
+    assert read(pa.nulls(2)) == [-1, -1]
+    with pytest.raises(DataError, match="the label '9' is none of the checkpoint's 3 classes: 7, 8, x"):
+        read([9, 7])
+
+
+def test_new_columns_without_any_value(tmp_path: Path) -> None:
+    from gtrain.data.module import training_of
+
+    frame = {
+        "id": [1, 2],
+        "tags": [["a"], ["b"]],
+        "name": ["x", "y"],
+        "size": [1.0, 3.0],
+        "v": [[1.0, 2.0], [3.0, 4.0]],
+    }
+    trained = data(tmp_path, nodes={"frame": pa.table({**frame, "y": ["a", "b"]}), "label": "y"}, split="random")
+    trained.prepare_data()
+    new = pa.table({"id": [3], **{name: pa.nulls(1) for name in ("tags", "name", "size", "v")}})
+    other = data(tmp_path, nodes={"frame": new})
+    other.follow(training_of(trained.open_store()))
+    assert other.read().x.tolist() == [[0.0] * 7]
 
 
 def test_columns_of_labels_in_a_table_of_their_own_are_described(write: Write, tmp_path: Path) -> None:
