@@ -126,12 +126,13 @@ class TableData(GraphDataModule[T]):
             if self.trained is None:
                 labels = nodes.labels
                 self._open(labels.place).check([labels.label, labels.split, *(labels.key or ())])
-            feature_columns(table, nodes.features, [])
+                feature_columns(table, nodes.features, [])
         for edges in self.described_edges:
             table = self._open(edges.place)
             edge_ends(table, edges.source, edges.target)
             table.check([edges.relation, edges.weight, edges.time, edges.split])
-            feature_columns(table, edges.features, [])
+            if self.trained is None:  # new data may lack columns that the training ignores
+                feature_columns(table, edges.features, [])
 
     def read(self) -> Data | HeteroData | EdgeArrays:
         """Read the tables."""

@@ -380,11 +380,13 @@ def test_new_columns_without_any_value(tmp_path: Path) -> None:
         "size": [1.0, 3.0],
         "v": [[1.0, 2.0], [3.0, 4.0]],
     }
-    trained = data(tmp_path, nodes={"frame": pa.table({**frame, "y": ["a", "b"]}), "label": "y"}, split="random")
+    train = pa.table({**frame, "note": [1, 2], "y": ["a", "b"]})
+    trained = data(tmp_path, nodes={"frame": train, "label": "y", "ignore": ["note"]}, split="random")
     trained.prepare_data()
     new = pa.table({"id": [3], **{name: pa.nulls(1) for name in ("tags", "name", "size", "v")}})
-    other = data(tmp_path, nodes={"frame": new})
+    other = data(tmp_path, nodes={"frame": new, "label": "y", "ignore": ["note"]})  # which the new table lacks
     other.follow(training_of(trained.open_store()))
+    other.check_files()
     assert other.read().x.tolist() == [[0.0] * 7]
 
 
