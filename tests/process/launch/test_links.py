@@ -55,7 +55,6 @@ def epochs(run: Path) -> int:
         ("pyg", SHORT),
         ("pbg", SHORT),
         ("sar", LONG),
-        ("ps", LONG),
     ),
 )
 def test_a_link_that_was_down_delays_the_job_and_changes_nothing(strategy: str, seconds: float, tmp_path: Path) -> None:

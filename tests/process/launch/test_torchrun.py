@@ -13,7 +13,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from helpers import LIMIT, REPO, alive, clean_environment, descendants, ok, only_run, summary, until
+from helpers import LIMIT, REPO, alive, clean_environment, descendants, ok, only_run, rest_exhaustive, summary, until
 
 JOBS = {
     "sar": ("strategy=sar", "data.num_nodes=600", "data.num_edges=4000"),
@@ -90,7 +90,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", JOBS)
+@pytest.mark.parametrize("strategy", rest_exhaustive(JOBS, "sar"))
 def test_a_job_goes_on_without_a_node_and_with_a_new_one(strategy: str, nodes: list[Node], tmp_path: Path) -> None:
     """Two nodes; the second one is killed, the first goes on alone; another joins, and both go on."""
     port = free_port()

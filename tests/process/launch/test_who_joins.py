@@ -118,8 +118,13 @@ def test_ranks_of_other_settings_under_torchrun_are_refused_in_one_line(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    [("sar",), ("pyg", "data.batch_size=64"), ("pyg", "data.batch_size=64", "strategy.transport=tcp")],
-    ids=["sar", "pyg", "pyg over sockets"],
+    [
+        pytest.param(("sar",), id="sar"),
+        pytest.param(("pyg", "data.batch_size=64"), id="pyg"),
+        pytest.param(
+            ("pyg", "data.batch_size=64", "strategy.transport=tcp"), id="pyg over sockets", marks=pytest.mark.exhaustive
+        ),
+    ],
 )
 def test_a_stopped_rank_is_named_and_waited_for(strategy: tuple[str, ...], tmp_path: Path) -> None:
     more = (f"strategy={strategy[0]}", *strategy[1:], "trainer.num_nodes=3")

@@ -100,12 +100,12 @@ formats = os.environ["TEST_FORMATS"].split(",")
 gtrain_pbg.strategy.fastest_format = lambda: formats[find_environment().node_rank()]
 train = BucketTraining.train
 
-def recorded(self, batches, visit):
+def recorded(self, batches, visit, following):
     work = self._steps[0].work
     used = "int8" if work.rounded else "bfloat16" if work.low else "float32"
     with open(f"{os.environ['TEST_USED']}-{find_environment().node_rank()}", "a") as lines:
         lines.write(used + chr(10))
-    return train(self, batches, visit)
+    return train(self, batches, visit, following)
 
 BucketTraining.train = recorded
 main()

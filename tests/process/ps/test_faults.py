@@ -243,6 +243,7 @@ def test_who_stays_silent_is_killed_and_restarted_and_nobody_else(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_keeper_under_torchrun_ends_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
     """Rank 0 names it; rank 1, which waits for servers that are gone, does not wait until torchrun kills it."""
     temporary = tmp_path / "temporary"

@@ -11,7 +11,7 @@ import forked
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from helpers import ok, summary
+from helpers import ok, rest_exhaustive, summary
 
 NODES = 120
 SETTINGS = ["logger=none", "model.dropout=0.3", "model.hidden_channels=16", "trainer.max_epochs=4"]
@@ -64,7 +64,7 @@ def agree(expected: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "loss"), [("sage", "l1"), ("gcn", "huber")])
+@pytest.mark.parametrize(("model", "loss"), rest_exhaustive([("sage", "l1"), ("gcn", "huber")], ("gcn", "huber")))
 def test_whole_graphs(sweep: Sweep, houses: list[str], model: str, loss: str) -> None:
     arguments = [*houses, f"model={model}", f"model.regression_loss={loss}", "trainer.precision=64-true"]
     (single,) = sweep("strategy=single", "strategy.layers=plain", *arguments, name="single")

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import pytest
 from forked import gtrain
-from helpers import REPO, ok, summary
+from helpers import REPO, ok, rest_exhaustive, summary
 from hydra import compose
 from omegaconf import open_dict
 
@@ -349,7 +349,9 @@ def test_an_address_as_the_folder_of_runs(command: tuple[str, ...], tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", rest_exhaustive(MODELS, "gat", "hetero_sage", "kg", "link_sage", "mlp", "rgcn", "sparse")
+)
 def test_each_strategy_serves_a_model_or_names_those_that_do(model: str, tmp_path: Path) -> None:
     """Two of those that serve it train it; which ones differs from model to model."""
     if model.startswith("dgl_"):
@@ -389,7 +391,7 @@ def test_an_experiment_composes_with_each_strategy_or_is_refused_with_those_that
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", rest_exhaustive(EXPERIMENTS, "a9a", "codex_s", "collegemsg", "wn18rr"))
 def test_each_experiment_trains_a_step_with_strategies_that_serve_it(
     experiment: str, real_data: Callable[[str], Path], tmp_path: Path
 ) -> None:

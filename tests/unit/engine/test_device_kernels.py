@@ -82,6 +82,7 @@ def test_kernels_equal_the_plain_ones_by_the_interpreter() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kernels_compile(tmp_path: Path) -> None:
     """For an H100, without one: the compiler needs no device."""
     printed = run([sys.executable, "-c", COMPILE], TRITON_CACHE_DIR=str(tmp_path))

@@ -126,6 +126,7 @@ def test_a_part_that_takes_too_long_is_killed_with_its_processes_and_the_next_on
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_a_gpu_tests_are_skipped_before_their_fixtures(tmp_path: Path) -> None:
     root = checkout(tmp_path)
     (root / "pretend.py").write_text(PRETEND.replace("True", "False"))

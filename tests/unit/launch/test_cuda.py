@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import LIMIT, REPO, clean_environment
+from helpers import LIMIT, REPO, clean_environment, rest_exhaustive
 
 from gtrain.launch import cuda, interpreter
 
@@ -26,12 +26,16 @@ print(len(asked), torch_geometric.typing.NO_MKL)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("imports", "asks"),
-    [
+    rest_exhaustive(
+        [
+            ("", 1),
+            ("from gtrain import PlantedData", 0),
+            ("from gtrain.launch.agent import preload; preload()", 0),
+            ("import forked; forked.load()", 0),
+        ],
         ("", 1),
-        ("from gtrain import PlantedData", 0),
         ("from gtrain.launch.agent import preload; preload()", 0),
-        ("import forked; forked.load()", 0),
-    ],
+    ),
 )
 def test_torch_geometric_is_imported_without_the_driver(imports: str, asks: int) -> None:
     """Its import asks what torch was built with, and a torch for GPUs answers with what the driver says, too."""
