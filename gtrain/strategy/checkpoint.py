@@ -751,8 +751,16 @@ def _check_numbering(path: Path, saved: Mapping[str, Any] | None, numbering: Map
         # Stores of earlier releases lack this entry.
         saved_names, names = {**saved_names, **saved["data"]}, {**names, **json.loads(json.dumps(numbering["data"]))}
     if differences := _differences(saved_names, names):
+        hint = "choose the data settings that the checkpoint was trained with, or train on this data."
+        if all(_number(names.get(key)) == _number(value) for key, value in saved_names.items()):
+            hint += " If these are the same names in another order, restore their order."
         raise CheckpointError(
             f"ckpt_path={path} was trained on other data: {differences}. Its learned rows would be assigned to other "
             "nodes or features.",
-            hint="choose the data settings that the checkpoint was trained with, or train on this data.",
+            hint=hint,
         )
+
+
+def _number(described: Any) -> str:
+    """Return the number of names, which their description begins with."""
+    return str(described).partition(" ")[0]

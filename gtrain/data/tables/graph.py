@@ -144,6 +144,8 @@ class TableData(GraphDataModule[T]):
         for name, nodes in self.described_nodes.items():
             table = self._open(nodes.place)
             keys[name].add(table, node_key(table, nodes.key))
+            if not len(keys[name]):
+                raise DataError(f"{nodes.place.key}: {table.where} has no rows", hint="name a table with nodes")
         read = {edges.type: self._edges(edges, keys) for edges in self.described_edges}
         tensors = {name: self._nodes(nodes, keys[name]) for name, nodes in self.described_nodes.items()}
         is_single = not self._has_types
@@ -303,6 +305,8 @@ class TableData(GraphDataModule[T]):
                 kept.append(rows)
             read.source.append(keys[edges.type[0]].find(table, source, batch, rows))
             read.target.append(keys[edges.type[2]].find(table, target, batch, rows))
+        if not len(read.source):
+            log.warning("%s: %s has no rows: there are no such edges", edges.place.key, table.where)
         if edges.weight is not None:
             read.tensors["edge_weight"] = self._weights(table, edges.weight)
         if edges.time is not None:

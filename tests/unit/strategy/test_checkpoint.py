@@ -269,6 +269,7 @@ def test_learned_rows_belong_to_the_names_of_the_data(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"names of relation: 2 \(checksum \w+\) there") as raised:
         load_for("relations", [*TRIPLES[2:], *TRIPLES[:2]])
     assert "names of node" in str(raised.value)  # their order is another as well
+    assert "the same names in another order, restore their order" in str(raised.value)
 
 
 def test_old_checkpoints_and_models_without_rows_are_not_bound(tmp_path: Path) -> None:

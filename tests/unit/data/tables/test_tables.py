@@ -167,6 +167,7 @@ WRONG = {
     "id,age\nann,20\nann,30\n": "people.csv, line 3: the key 'ann' occurs twice, first in",
     "id,age\nann,20\n,30\n": "people.csv, line 3: the key 'id' has no value",
     "id,part\nann,train\nbob,tset\n": "people.csv, line 3: the column 'part' has 'tset', which is no split",
+    "id,age\n": "people.csv has no rows",
     "id,age\nann,20\nbob,30,40\n": "people.csv, line 3: expected 2 columns, got 3: 'bob,30,40'",
 }
 
@@ -177,6 +178,12 @@ def test_a_wrong_node_is_named_with_its_line(text: str, write: Write, tmp_path: 
     with pytest.raises(DataError) as refused:
         data(tmp_path, nodes=entry).read()
     assert WRONG[text] in str(refused.value)
+
+
+def test_a_table_of_edges_without_rows_is_named(write: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nodes, edges = write("people.csv", "id,age\nann,20\nbob,30\n"), write("knows.csv", "source,target\n")
+    assert data(tmp_path, nodes={"path": nodes}, edges={"path": edges}).read().edge_index.shape == (2, 0)
+    assert "knows.csv has no rows: there are no such edges" in caplog.text
 
 
 def test_wrong_values_of_declared_kinds(write: Write, tmp_path: Path) -> None:
