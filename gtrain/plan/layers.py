@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gtrain.model.candidate_ranks import TILE
 from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, MEMORY, OVERHEAD, Estimate, NotEstimated, PlannedRun
-from gtrain.plan.workload import ATTENTION, OTHER, Layer
+from gtrain.plan.workload import ATTENTION, IDS, OTHER, RELATIONAL, Layer
 
 ELEMENT_PASSES = 30
 """Reads and writes of a hidden layer's result by activation, dropout, bias and their backward passes."""
@@ -16,6 +16,8 @@ BACKWARD_ATTENTION = 1.5
 """Time of attention's backward pass in forward passes; see docs/benchmarks.md."""
 EDGE_BYTES = 40
 """Bytes of an edge in memory: its ends as int64, and its int32 numbers by target and by source."""
+RELATION_BYTES = 56
+"""Bytes of an edge of R-GCN beside :data:`EDGE_BYTES`: its number among pairs of relation and node, and their ends."""
 SCORED_PASSES = 6
 """Reads and writes of the rows of scored edges, forward and backward."""
 OPERATIONS = 60
@@ -73,6 +75,12 @@ def add_layer_time(
         ARITHMETIC, f"products of layer {number}", "passes * nodes * weights * steps / flops",
         passes=passes, nodes=nodes, weights=layer.weights, steps=times, flops=run.flops,
     )  # fmt: skip
+    if layer.pair_weights:
+        # At most one pair of relation and target for each edge.
+        estimate.add(
+            ARITHMETIC, f"products of relations of layer {number}", "passes * edges * weights * steps / flops",
+            passes=passes, edges=edges, weights=layer.pair_weights, steps=times, flops=run.flops,
+        )  # fmt: skip
     if layer.kind == ATTENTION:
         estimate.add(
             BANDWIDTH, f"attention of layer {number}",
@@ -159,7 +167,7 @@ def add_memory(estimate: Estimate, run: PlannedRun, nodes: float, edges: float) 
     if edges:
         estimate.add(MEMORY, "edges", "edges * each", edges=edges, each=EDGE_BYTES)
     for number, layer in enumerate(work.layers, start=1):
-        add_layer_memory(estimate, run, number, layer, nodes)
+        add_layer_memory(estimate, run, number, layer, nodes, edges)
     add_parameters(estimate, run)
     widest = max([max(layer.width, layer.outputs) for layer in work.layers], default=0)
     if widest:
@@ -168,12 +176,21 @@ def add_memory(estimate: Estimate, run: PlannedRun, nodes: float, edges: float) 
         )
 
 
-def add_layer_memory(estimate: Estimate, run: PlannedRun, number: int, layer: Layer, nodes: float) -> None:
-    """Add what a layer of ``nodes`` rows keeps for the backward pass."""
+def add_layer_memory(
+    estimate: Estimate, run: PlannedRun, number: int, layer: Layer, nodes: float, edges: float
+) -> None:
+    """Add what a layer of ``nodes`` rows and ``edges`` keeps for the backward pass."""
     work = run.workload
     if layer.kind == OTHER:
         raise NotEstimated(f"no formula covers {layer.name}")
-    if not layer.transforms_first:
+    if layer.kind in (RELATIONAL, IDS):
+        # Rows of pairs of relation and node, of which there are at most as many as edges, and their gradients.
+        width = layer.outputs if layer.kind == IDS else layer.inputs + layer.outputs
+        estimate.add(
+            MEMORY, f"rows by relation of layer {number}, and their gradients", "edges * (2 * width * item + each)",
+            edges=edges, width=width, item=work.item, each=RELATION_BYTES,
+        )  # fmt: skip
+    elif not layer.transforms_first:
         name = "cached aggregate" if layer.constant else "aggregate"
         estimate.add(
             MEMORY, f"{name} of layer {number}", "nodes * inputs * item",
@@ -197,3 +214,10 @@ def add_parameters(estimate: Estimate, run: PlannedRun) -> None:
         MEMORY, "parameters", "(2 + states) * parameters * item",
         states=run.workload.states, parameters=run.workload.parameters, item=run.workload.item,
     )  # fmt: skip
+
+
+def add_gradient_sum(estimate: Estimate, run: PlannedRun) -> None:
+    """Add the memory in which ranks sum the gradients: a flat copy, and the shares that a rank receives and adds up."""
+    estimate.add(
+        MEMORY, "sum of gradients", "2 * parameters * item", parameters=run.workload.parameters, item=run.workload.item
+    )

@@ -9,11 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn.conv import GATConv, GCNConv, GraphConv, MessagePassing, SAGEConv
+from torch_geometric.nn.conv import GATConv, GCNConv, GraphConv, MessagePassing, RGCNConv, SAGEConv
 
 from gtrain.data.module import GraphDataModule
 from gtrain.graph.store import Store
 from gtrain.nn import Table, tables
+from gtrain.nn.relational import IdRGCNConv
 from gtrain.plan.counts import (
     Parts,
     assume_parts,
@@ -30,8 +31,15 @@ SUM = "sum"
 """A weighted sum of the layer's inputs."""
 ATTENTION = "attention"
 """Source rows weighted by attention (GAT)."""
+RELATIONAL = "relational"
+"""The sums of the source rows of each relation, each multiplied by the relation's matrix (R-GCN)."""
+IDS = "ids"
+"""A learned row for each pair of relation and source (R-GCN over ids), summed."""
 OTHER = "other"
-_KINDS: dict[type[nn.Module], str] = {SAGEConv: LINEAR, GraphConv: LINEAR, GCNConv: LINEAR, GATConv: ATTENTION}
+_KINDS: dict[type[nn.Module], str] = {
+    **{SAGEConv: LINEAR, GraphConv: LINEAR, GCNConv: LINEAR, GATConv: ATTENTION},
+    **{RGCNConv: RELATIONAL, IdRGCNConv: IDS},
+}
 
 
 @dataclass(frozen=True)
@@ -40,13 +48,15 @@ class Layer:
 
     Attributes:
         name: of its class.
-        kind: :data:`LINEAR`, :data:`SUM`, :data:`ATTENTION` or :data:`OTHER`.
+        kind: :data:`LINEAR`, :data:`SUM`, :data:`ATTENTION`, :data:`RELATIONAL`, :data:`IDS` or :data:`OTHER`.
         inputs: columns of its input.
         outputs: columns of its result.
         heads: of attention, else 1.
         weights: numbers in its matrices; each row is multiplied by all of them.
         constant: whether its input is the same in every step, so that its aggregate is cached.
         trained_input: whether its input needs a gradient.
+        pair_weights: numbers in the matrix of a relation, by which the sum of each pair of relation and target is
+            multiplied; else 0.
     """
 
     name: str
@@ -57,6 +67,7 @@ class Layer:
     weights: int
     constant: bool
     trained_input: bool
+    pair_weights: int = 0
 
     @property
     def transforms_first(self) -> bool:
@@ -69,7 +80,7 @@ class Layer:
     @property
     def width(self) -> int:
         """Numbers of a source row that an edge reads."""
-        if self.kind == ATTENTION:
+        if self.kind in (ATTENTION, IDS):
             return self.outputs
         return self.outputs if self.transforms_first else self.inputs
 
@@ -270,9 +281,10 @@ def _layers(model: nn.Module, config: Mapping[str, Any], dense: bool) -> tuple[L
                 inputs,
                 outputs,
                 heads,
-                sum(p.numel() for p in matrices),
+                0 if isinstance(conv, IdRGCNConv) else sum(p.numel() for p in matrices),
                 reads_data and not config["model"].get("input_dropout"),
                 not reads_data,
+                inputs * outputs if isinstance(conv, RGCNConv) else 0,
             )
         )
     return tuple(layers)
@@ -280,6 +292,8 @@ def _layers(model: nn.Module, config: Mapping[str, Any], dense: bool) -> tuple[L
 
 def _widths(conv: MessagePassing, matrices: Sequence[Tensor]) -> tuple[int, int, int]:
     """Return the columns of a convolution's input and result, and its heads."""
+    if isinstance(conv, IdRGCNConv):
+        return 1, int(conv.weight.size(-1)), 1
     heads = int(getattr(conv, "heads", 1))
     inputs = getattr(conv, "in_channels", None)
     if inputs is None:  # GIN has a network of its own

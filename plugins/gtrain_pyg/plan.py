@@ -75,6 +75,7 @@ class PygPlanner(Planner):
 
     def _add_bytes(self, estimate: Estimate, run: PlannedRun, batch: MeanBatch, steps: int) -> None:
         work = run.workload
+        layers.add_gradient_sum(estimate, run)
         estimate.add(
             SENT, "sums of gradients", "steps * (parameters + tables) * item",
             steps=steps, parameters=work.parameters, tables=sum(table.rows * table.dim for table in work.tables),

@@ -12,7 +12,7 @@ from typing import Any
 from gtrain.plan import layers, typed_layers, wide
 from gtrain.plan.counts import Parts
 from gtrain.plan.estimate import BANDWIDTH, MEMORY, NETWORK, SENT, Estimate, NotEstimated, PlannedRun, Planner
-from gtrain.plan.workload import ATTENTION, OTHER, Layer
+from gtrain.plan.workload import ATTENTION, IDS, OTHER, Layer
 from gtrain_sar.config import MODES
 
 _HIDDEN = 0.65  # of the computation behind transfers, measured: docs/benchmarks.md
@@ -95,6 +95,7 @@ def _typed(run: PlannedRun) -> Estimate:
 def _add_exchange(estimate: Estimate, run: PlannedRun, exchanges: int) -> None:
     """Add the sum of gradients, and the time of everything that is sent, with a number of exchanges of rows."""
     work = run.workload
+    layers.add_gradient_sum(estimate, run)
     estimate.add(
         SENT, "sum of gradients", "(parameters + tables) * item",
         parameters=work.parameters, tables=sum(table.rows * table.dim for table in work.tables), item=work.item,
@@ -117,6 +118,15 @@ def _add_bytes(estimate: Estimate, run: PlannedRun, parts: Parts, rank: int, num
         return
     if layer.kind == OTHER:
         raise NotEstimated(f"no formula covers {layer.name}")
+    if layer.kind == IDS:
+        estimate.add(
+            SENT,
+            f"ids of layer {number}, once in all epochs",
+            "8 * served / epochs",
+            served=served,
+            epochs=_epochs(run),
+        )
+        return
     if layer.sums_forward:
         estimate.add(
             SENT, f"rows of layer {number}", "served * width * item", served=served, width=layer.width, item=item

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def assert_planned(folder: Path, row: str, *overrides: str) -> None:
     """Three epochs send the planned bytes within 5 %, and need the planned memory within 20 %, of ranks and servers."""
     plan = planned(folder, *overrides, *RUN)["rows"][row]
     strategy, _, mode = row.partition(" ")
-    run = (f"strategy={strategy}", *([f"mode={mode}"] if mode else []), *overrides, *RUN)
+    several = [] if strategy == "single" else RUN[-1:]
+    run = (f"strategy={strategy}", *([f"mode={mode}"] if mode else []), *overrides, *RUN[:-1], *several)
     ok(forked.gtrain(*run, "hydra.run.dir=run", cwd=folder))
     ranks = summary(folder / "run")["ranks"]
     workers, servers = ([rank for rank in ranks if (rank["role"] == "worker") is worker] for worker in (True, False))
@@ -72,6 +74,20 @@ SERVED = "model.sparse_optimizer={_target_:gtrain.nn.RowwiseAdagrad,lr:0.1}"
 )
 def test_graphs_of_several_types_cost_what_is_planned(row: str, settings: tuple[str, ...], tmp_path: Path) -> None:
     assert_planned(tmp_path, row, "data=planted_hetero", *settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["single", "sar 1", "pyg"])
+def test_relational_layers_over_ids_cost_what_is_planned(row: str, tmp_path: Path) -> None:
+    """R-GCN without features: 8 million learned numbers, which are most of the memory and of the bytes."""
+    draw = random.Random(0).randrange
+    nodes, relations = 2000, 60
+    lines = [f"{draw(nodes)},{draw(nodes)},r{draw(relations)}" for _ in range(12_000)]
+    (tmp_path / "edges.csv").write_text("source,target,kind\n" + "\n".join(lines) + "\n")
+    (tmp_path / "nodes.csv").write_text("id,label\n" + "".join(f"{node},{node % 4}\n" for node in range(nodes)))
+    tables = ["data=tables", "data.nodes={path: nodes.csv, label: label}"]
+    tables += ["data.edges={path: edges.csv, relation: kind}"]
+    assert_planned(tmp_path, row, *tables, "model=rgcn", "model.hidden_channels=64")
 
 
 @pytest.mark.slow
