@@ -237,9 +237,10 @@ def verb_to_override(arguments: list[str]) -> list[str]:
                 result.append(argument)
                 continue
             if argument not in config.VERBS:
+                hint = "gtrain --help, or gtrain VERB --help." if argument == "help" else None
                 raise ConfigError(
                     f"{argument} was given; the verbs are {', '.join(config.VERBS)}.",
-                    hint=messages.did_you_mean(argument, config.VERBS) or "settings have the form key=value.",
+                    hint=hint or messages.did_you_mean(argument, config.VERBS) or "settings have the form key=value.",
                 )
             argument = f"verb={argument}"
         result.append(argument)

@@ -111,6 +111,11 @@ def test_help_of_a_verb_is_that_of_hydra_only_with_settings(arguments: list[str]
     assert verb_help.requested(arguments) == verb
 
 
+def test_help_as_a_verb_says_how_to_ask() -> None:
+    with pytest.raises(ConfigError, match="gtrain --help, or gtrain VERB --help"):
+        entry.verb_to_override(["help"])
+
+
 def test_help_is_printed_and_nothing_is_done() -> None:
     done = subprocess.run([sys.executable, "-m", "gtrain", "doctor", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == verb_help.text_of("doctor") + "\n"
