@@ -127,8 +127,16 @@ def add_scored_edges(estimate: Estimate, run: PlannedRun, edges: float, nodes: f
     )  # fmt: skip
 
 
+def ranks_held_out(run: PlannedRun) -> bool:
+    """Whether the run validates or tests."""
+    trainer = run.config["trainer"]
+    return any(trainer.get(f"limit_{stage}_batches", 1.0) != 0 for stage in ("val", "test"))
+
+
 def add_ranking(estimate: Estimate, run: PlannedRun, candidates: float) -> None:
     """Add the memory of ranking held-out edges among all candidates: scores of a tile of both."""
+    if not ranks_held_out(run):
+        return
     estimate.add(
         MEMORY, "a tile of scores of held-out edges", "min(held_out, tile) * min(candidates, tile) * item",
         held_out=run.workload.num_held_out, candidates=candidates, tile=TILE, item=run.workload.item,

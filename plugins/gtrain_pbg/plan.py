@@ -48,7 +48,7 @@ class PbgPlanner(Planner):
             edges=work.num_edges, partitions=partitions, each=_EDGE_BYTES,
         )  # fmt: skip
         layers.add_ranking(estimate, run, table.rows)
-        if run.config["model"].get("filtered"):
+        if run.config["model"].get("filtered") and layers.ranks_held_out(run):
             estimate.add(
                 MEMORY, "known answers of held-out edges", "edges * each", edges=work.num_edges, each=_KNOWN_BYTES
             )

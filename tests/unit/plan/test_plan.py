@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from helpers import REPO
 from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import HeteroData
-from torch_geometric.nn import GATConv, HeteroConv
+from torch_geometric.nn import GATConv, HeteroConv, RGCNConv
 
 from gtrain.cli.auto import Candidate, race_folders
 from gtrain.errors import ConfigError
@@ -19,10 +21,12 @@ from gtrain.graph.shard.graph import load_hetero_shard, load_shard
 from gtrain.graph.store.writer import write_store
 from gtrain.memory.limits import group_limit, oom_kills, usable_memory
 from gtrain.model.relational import HGT, HeteroSAGE
-from gtrain.plan import machine
+from gtrain.nn.relational import IdRGCNConv
+from gtrain.plan import layers, machine
 from gtrain.plan.counts import assume_parts, assume_parts_by_type, count_parts, count_parts_by_type, cut_of_ranges
 from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, NETWORK, SENT, Estimate
 from gtrain.plan.typed import typed_layers
+from gtrain.plan.workload import IDS, RELATIONAL, _layers
 
 
 def test_terms_are_their_formulas_with_the_numbers_put_in() -> None:
@@ -35,6 +39,22 @@ def test_terms_are_their_formulas_with_the_numbers_put_in() -> None:
     estimate.add(NETWORK, "transfer", "two", two=2.0)
     # 4 s on the cores, and half of the 2 s of transfers hidden behind them.
     assert estimate.seconds == 5 and estimate.limit == ARITHMETIC
+
+
+def test_relational_layers_are_described_by_what_an_edge_reads() -> None:
+    network = torch.nn.ModuleList([IdRGCNConv(40, 8, 5), RGCNConv(8, 3, 5, root_weight=False)])
+    of_ids, of_features = _layers(network, {"model": {}}, dense=False)
+    assert (of_ids.kind, of_ids.width, of_ids.weights, of_ids.pair_weights) == (IDS, 8, 0, 0)
+    assert (of_features.kind, of_features.width, of_features.pair_weights) == (RELATIONAL, 8, 24)
+    assert of_ids.sums_forward and of_ids.sums_backward and of_features.sums_backward
+
+
+@pytest.mark.parametrize(("limits", "ranks"), [((1.0, 1.0), True), ((0, 1.0), True), ((0, 0), False)])
+def test_a_run_without_validation_and_test_ranks_nothing(limits: tuple[float, float], ranks: bool) -> None:
+    run: Any = SimpleNamespace(
+        config={"trainer": dict(zip(("limit_val_batches", "limit_test_batches"), limits, strict=True))}
+    )
+    assert layers.ranks_held_out(run) == ranks
 
 
 def test_parts_are_counted_as_shards_are(tmp_path: Path) -> None:
