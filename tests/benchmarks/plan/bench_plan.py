@@ -1,6 +1,6 @@
 """``gtrain plan`` against the runs that it plans: bytes, memory and seconds of an epoch, on an idle machine.
 
-    python tests/benchmarks/bench_plan.py [--only TEXT] [--epochs 6]
+    python tests/benchmarks/plan/bench_plan.py [--only TEXT] [--epochs 6]
 
 Runs ``gtrain doctor calibrate=true`` first, unless ``--calibrated``. Each configuration is planned and trained by the
 command. An epoch is the median of all but the first, which compiles kernels; memory is that of the rank with most.
