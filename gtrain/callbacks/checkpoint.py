@@ -15,7 +15,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from gtrain.errors import ConfigError, InterruptedRunError
+from gtrain.launch import leaving
 from gtrain.launch import slot as slots
+from gtrain.launch.job_store import job_store
 from gtrain.object_store import is_address
 from gtrain.record.scores import lower_is_better
 from gtrain.strategy import checkpoint as checkpoints
@@ -95,6 +97,10 @@ class RunCheckpoint(ModelCheckpoint):
             strategy.interruption.watch(trainer.received_sigterm)
             self._watches = True
             slots.report("saves on request", value=True)
+            if strategy.is_global_zero and (roster := slots.roster()).standalone:
+                assert strategy.cluster_environment is not None
+                address = job_store(strategy.cluster_environment).address
+                leaving.watch(address, roster.key_file, strategy.interruption.request)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the agent know that this rank need not save anything any more."""

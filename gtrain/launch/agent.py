@@ -258,7 +258,8 @@ def _continue_without(job: Job, selector: selectors.BaseSelector) -> None:
 def _let_ranks_save(job: Job) -> None:
     """After SIGTERM or SIGHUP: wait until the ranks have saved a checkpoint and ended, ``job.grace_seconds`` at most.
 
-    A server that was started by hand ends when the job does. A second signal ends the wait.
+    A server that was started by hand tells the ranks of the job to do so, and ends when the job does. A second signal
+    ends the wait.
     """
     ranks = [child for child in job.lasting if child.slot.role == WORKER]
     for child in ranks:
@@ -270,6 +271,8 @@ def _let_ranks_save(job: Job) -> None:
     what = "the ranks save a checkpoint after their step" if ranks else "the server waits for the end of the job"
     text = f"{what}, for up to {job.grace_seconds:g} s; a second signal ends the job at once"
     print(f"gtrain: {text}", file=sys.stderr, flush=True)
+    if not ranks:
+        job.tell_ranks_to_save()
     deadline = time.monotonic() + job.grace_seconds
     for child in job.lasting:
         _wait_for_end(child, deadline)

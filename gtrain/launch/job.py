@@ -38,6 +38,8 @@ class Job(JobBase):
         line: a connection to the key-value store, which closes when the job ends.
         result: descriptor of the file for rank 0's return value, or None.
         grace_seconds: how long ranks may take after SIGTERM to save a checkpoint.
+        tell_ranks_to_save: asks the ranks of other agents to save a checkpoint and to end; for an agent that has only a
+            server.
         listeners: the sockets of the servers.
         memories: descriptors of the files in which restarted servers keep their state.
         children: the processes, one per specification.
@@ -52,6 +54,7 @@ class Job(JobBase):
     line: socket.socket | None = None
     result: int | None = None
     grace_seconds: float = SAVE_SECONDS
+    tell_ranks_to_save: Callable[[], None] = lambda: None
     listeners: list[Listener] = field(default_factory=list)
     memories: list[int] = field(default_factory=list)
     children: list[Child] = field(default_factory=list)

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from gtrain import config
 from gtrain.backends import RolePlan
 from gtrain.errors import ConfigError
-from gtrain.launch import agent
+from gtrain.launch import agent, leaving
 from gtrain.launch import slot as slots
 from gtrain.launch.children import ProcessSpec, resolve
 from gtrain.launch.environment import WaitReport, find_environment
@@ -162,6 +162,7 @@ def run_server(cfg: DictConfig, plan: RolePlan, store_location: StoreLocation, k
     _check_by_hand(store, plan)
     check_release(job_values, f"gtrain serve role={plan.name}")
     rank = _free_rank(store, plan, cfg.cluster.rank)
+    slot = Slot(plan.name, rank, 0, 0)
     job = Job(
         num_nodes=cfg.trainer.num_nodes,
         devices=cfg.trainer.devices,
@@ -176,10 +177,11 @@ def run_server(cfg: DictConfig, plan: RolePlan, store_location: StoreLocation, k
         key_file=key_file,
         roster=ServerRoster({plan.name: plan.count}, {}, key_file),
         grace_seconds=cfg.cluster.grace_seconds,
+        tell_ranks_to_save=lambda: leaving.announce(slot.label, store_location.address, key_file),
     )
 
     def specs() -> list[ProcessSpec]:
-        spec = server_spec(job, Slot(plan.name, rank, 0, 0), plan)
+        spec = server_spec(job, slot, plan)
         return [replace(spec, task=SERVER_BY_HAND, terminates=True, terminal=True)]
 
     try:

@@ -15,7 +15,7 @@ class Interruption:
     sum is above 0.
 
     Attributes:
-        requested: whether this rank received SIGTERM since :meth:`watch`.
+        requested: whether this rank received SIGTERM, or was told of a server that did, since :meth:`watch`.
         agreed: whether a step has told all ranks that one of them did.
     """
 
@@ -30,9 +30,10 @@ class Interruption:
         """
         self.requested, self.agreed = requested, False
         with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGTERM, self._request)
+            signal.signal(signal.SIGTERM, self.request)
 
-    def _request(self, *_: Any) -> None:
+    def request(self, *_: Any) -> None:
+        """Ask all ranks to save a checkpoint and to end; a handler of signals, which any thread may call too."""
         self.requested = True
 
     def settle(self, requests: float) -> None:

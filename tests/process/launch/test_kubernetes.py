@@ -249,6 +249,33 @@ def test_a_jobset_that_restarts_resumes_from_its_last_checkpoint(cluster: Path, 
     assert result(work)["metrics"] == undisturbed["metrics"]
 
 
+@pytest.mark.slow
+def test_a_drained_pod_of_a_server_has_the_ranks_save(cluster: Path, undisturbed: dict[str, Any]) -> None:
+    """The pod of one server gets SIGTERM in the middle of an epoch; the JobSet starts all again, at the next step."""
+    work, uid = cluster / "work", str(uuid.uuid4())
+    for restart in range(2):
+        jobs: list[Program] = []
+        drain: list[str] = []
+        for pod in sorted(pods(manifest("jobset"), cluster, free_port(), restart, uid), key=lambda pod: pod.trains):
+            prepare(pod, cluster)
+            more = [*SMALL, *drain] if pod.trains else []
+            environment = {**pod.environment, "PYTHONPATH": str(Path(forked.__file__).with_name("assets"))}
+            jobs.append(Program("-m", "gtrain", *pod.command[1:], *more, cwd=work, env=environment))
+            if restart == 0 and not drain:
+                drain = [f"+callbacks.drain={{_target_:drain.DrainServer,process:{jobs[0].pid}}}"]
+        done = [program.end() for program in jobs]
+        if restart == 0:
+            server, first = done[0], done[2]
+            assert [program.returncode for program in done[1:]] == [0, 1, 1], first.stderr
+            assert "the server waits for the end of the job" in server.stderr
+            assert "received SIGTERM; the ranks save a checkpoint after their step and end" in first.stderr
+            assert "to resume within epoch 2" in first.stderr
+        else:
+            assert "gtrain: restarting the job from its last checkpoint in" in ok(done[2]).stderr
+    assert result(work)["history"] == undisturbed["history"]
+    assert result(work)["metrics"] == undisturbed["metrics"]
+
+
 def test_a_pod_without_an_index_is_refused(tmp_path: Path) -> None:
     done = forked.gtrain(*LOCAL, "cluster=kubernetes", cwd=tmp_path)
     assert done.returncode == 1 and "JOB_COMPLETION_INDEX is absent." in done.stderr

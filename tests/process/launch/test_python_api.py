@@ -45,6 +45,6 @@ def test_ranks_that_nobody_started_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_accumulated_gradients_are_summed_over_ranks_once(tmp_path: Path) -> None:
-    program = PROGRAM.with_name("accumulate.py")
+    program = PROGRAM.parent / "loops" / "accumulate.py"
     done = ok(forked.python(str(program), cwd=tmp_path))
     assert float(done.stdout.rsplit("RESULT ", 1)[1]) < 1e-6  # printed parameters are compared in single precision
