@@ -81,3 +81,4 @@ class ModuleConfig(Settings):
     decoder: Any = setting("dot", "`dot`, `distmult` (a vector per relation) or `mlp`", type="str")
     num_negatives: Any = setting(1, "negatives per true edge", type="int")
     filtered: Any = setting(True, "leave known edges out of the ranking", type="bool")
+    eval_k: Any = setting(10, "length of the lists of recommendations that `map@k` scores", type="int")

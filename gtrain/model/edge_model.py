@@ -59,6 +59,49 @@ class Ranking(Metric):
         return self.total / self.count
 
 
+class AveragePrecision(Metric):
+    """Mean average precision of the k best candidates of each question, RelBench's MAP@k; NaN without questions.
+
+    The average precision of a question with m answers is the sum, over the answers among the k best, of the share of
+    answers among the candidates down to each, divided by min(m, k).
+
+    Args:
+        k: length of the list of best candidates.
+        filtered: whether the other answers to a question were left out of the ranks.
+
+    Shapes:
+        ``update`` takes the source and the time of each answer's question, int64 ``[B]``, and the answers' ranks
+        float64 ``[B]``. B may be 0: each rank must call it, since the answers to a question may be on several ranks.
+    """
+
+    full_state_update = False
+    source: list[Tensor]
+    time: list[Tensor]
+    rank: list[Tensor]
+
+    def __init__(self, k: int, filtered: bool) -> None:
+        super().__init__()
+        self.k, self.filtered = k, filtered
+        for name in ("source", "time", "rank"):
+            self.add_state(name, [], dist_reduce_fx="cat")
+
+    def update(self, source: Tensor, time: Tensor, ranks: Tensor) -> None:
+        self.source.append(source)
+        self.time.append(time.to(source))
+        self.rank.append(ranks.to(source.device))
+
+    def compute(self) -> Tensor:
+        source, time, rank = (dim_zero_cat(state) for state in (self.source, self.time, self.rank))
+        _, question, count = torch.stack([source, time]).unique(dim=1, return_inverse=True, return_counts=True)
+        order = rank.argsort()
+        order = order[question[order].argsort(stable=True)]  # by question, the best answer first
+        rank, question = rank[order], question[order]
+        place = torch.arange(len(rank), device=rank.device) - (count.cumsum(0) - count)[question] + 1
+        position = rank + place - 1 if self.filtered else torch.maximum(rank, place.to(rank))
+        precision = torch.where(position <= self.k, place / position, 0)
+        return (precision / count.clamp(max=self.k)[question]).sum() / len(count)
+
+
 def spread_ranks(
     decoder: Decoder,
     spread: Spread,

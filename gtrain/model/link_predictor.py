@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
+from torchmetrics import MetricCollection
 
 from gtrain.errors import ConfigError
 from gtrain.model.candidate_ranks import ranks
 from gtrain.model.decoders import Decoder
-from gtrain.model.edge_model import EMBEDDED, EdgeModel, spread_ranks
+from gtrain.model.edge_model import EMBEDDED, AveragePrecision, EdgeModel, spread_ranks
 from gtrain.model.inputs import input_names, run_network
 from gtrain.model.module import MakeOptimizer
 from gtrain.model.outputs import EdgeScores
@@ -36,6 +37,8 @@ class LinkPredictor(EdgeModel):
         encoder: makes the network's input features; None: the graph's features.
         num_negatives: negatives per true edge in training.
         filtered: leave known edges out of the ranking in validation and test.
+        eval_k: validation and test log ``map@<k>`` too, see :class:`~gtrain.model.edge_model.AveragePrecision`: the
+            edges are answers to the questions of their sources at their times. None: they do not.
         optimizer: makes an optimizer from parameters; None: Adam with lr 0.01.
         sparse_optimizer: the same for the encoder's tables; None: ``optimizer`` updates them too.
         scheduler: makes a learning-rate scheduler from the optimizer, stepped once per epoch; None: none.
@@ -43,10 +46,11 @@ class LinkPredictor(EdgeModel):
 
     Shapes:
         batch: a graph with ``edge_label_index`` [2, B] and ``dst_neg_index`` [B, num_negatives], the negatives;
-        ``edge_label_type`` and ``edge_label_weight`` [B] if edges have relations and weights; ``known_tail_ptr``,
-        ``known_tail``, ``known_head_ptr``, ``known_head`` in validation and test. If nodes belong to several ranks, the
-        batch has ``spread`` instead of the last four, see :class:`~gtrain.protocols.Spread`; if they are encoded in
-        several batches, also ``node_batches``, see :meth:`embeddings`.
+        ``edge_label_type`` and ``edge_label_weight`` [B] if edges have relations and weights; ``edge_label_time`` [B]
+        if ``eval_k`` is set; ``known_tail_ptr``, ``known_tail``, ``known_head_ptr``, ``known_head`` in validation and
+        test. If nodes belong to several ranks, the batch has ``spread`` instead of the last four, see
+        :class:`~gtrain.protocols.Spread`; if they are encoded in several batches, also ``node_batches``, see
+        :meth:`embeddings`.
     """
 
     weighs_loss = True
@@ -62,6 +66,7 @@ class LinkPredictor(EdgeModel):
         encoder: nn.Module | None = None,
         num_negatives: int = 1,
         filtered: bool = True,
+        eval_k: int | None = None,
         optimizer: MakeOptimizer | None = None,
         sparse_optimizer: MakeOptimizer | None = None,
         scheduler: Callable[..., Any] | None = None,
@@ -70,8 +75,15 @@ class LinkPredictor(EdgeModel):
         super().__init__()
         if num_negatives < 1:
             raise ConfigError(f"model.num_negatives={num_negatives} was set.", hint="set 1 or more.")
+        if eval_k is not None and eval_k < 1:
+            raise ConfigError(f"model.eval_k={eval_k} was set.", hint="set 1 or more.")
         self.encoder, self.network, self.decoder = encoder, network, decoder
-        self.num_negatives, self.filtered = num_negatives, filtered
+        self.num_negatives, self.filtered, self.eval_k = num_negatives, filtered, eval_k
+        if eval_k is not None:
+            self.val_map, self.test_map = (
+                MetricCollection({f"map@{eval_k}": AveragePrecision(eval_k, filtered)}, prefix=f"{split}/")
+                for split in ("val", "test")
+            )
         self._set_optimizers(optimizer, sparse_optimizer, scheduler, monitor)
         self._inputs = input_names(network)
         self.edge_data = frozenset({"edge_weight", *(["edge_type"] if decoder.reads_relation else [])})
@@ -159,9 +171,19 @@ class LinkPredictor(EdgeModel):
         _, _, true, negative = self._loss(batch, embeddings, split)
         tail_ranks, head_ranks = self._ranks(batch, embeddings)
         self._log_scores(split, (tail_ranks, head_ranks), true, negative[:, 0])
+        self._log_precision(batch, tail_ranks, split)
         sources = embeddings[0][batch.edge_label_index[0, :EMBEDDED]] if split == "test" else None
         relation = batch_entry(batch, "edge_label_type")
         return EdgeScores(true, negative[:, 0], tail_ranks, head_ranks, relation, sources)
+
+    def _log_precision(self, batch: Batch, tail_ranks: Tensor, split: str) -> None:
+        if self.eval_k is None:
+            return
+        spread: Spread | None = batch_entry(batch, "spread")
+        source = batch.edge_label_index[0] if spread is None else spread.source
+        collection: MetricCollection = getattr(self, f"{split}_map")
+        collection.update(source, batch.edge_label_time, tail_ranks)
+        self.log_dict(collection, on_step=False, on_epoch=True, batch_size=1)
 
     def _ranks(self, batch: Batch, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the ranks of the targets and of the sources, float64 [B] each."""

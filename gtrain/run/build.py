@@ -114,7 +114,7 @@ def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
     options |= {key: optional(settings.get(key), f"model.{key}") for key in _OPTIMIZERS}
     if is_link:
         decoder = make_decoder(settings.get("decoder", "dot"), settings["out_channels"], facts.get("num_relations"))
-        return LinkPredictor(network, decoder, encoder=encoder, **options)
+        return LinkPredictor(network, decoder, encoder=encoder, eval_k=_eval_k(settings, store), **options)
     if scale is not None:
         loss = settings.get("regression_loss") or "l1"
         return NodeRegressor(network, scale["mean"], scale["deviation"], encoder=encoder, loss=loss, **options)
@@ -127,6 +127,14 @@ def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
         label_smoothing=settings.get("label_smoothing") or 0.0,
         **options,
     )
+
+
+def _eval_k(settings: dict[str, Any], store: Store) -> int | None:
+    """Return k of ``map@k``; None if the edges are not answers to questions: held-out training edges with times."""
+    edge_type = store.facts.get("target_edge")
+    if "edge_time" in store.held_out_tensors("train", None if edge_type is None else tuple(edge_type)):
+        return 10 if settings.get("eval_k") is None else int(settings["eval_k"])
+    return None
 
 
 def _check_classifier_settings(settings: dict[str, Any], reason: str, taken: Container[str] = ()) -> None:

@@ -54,6 +54,12 @@ class _OutlineStore:
         """Return the names in the store; None if the store does not exist."""
         return None if self._store is None else self._store.names(node_type)
 
+    def held_out_tensors(self, split: str, edge_type: Any = None) -> tuple[str, ...]:
+        """Return those of the store; before it exists, the times of answers that the source recommends."""
+        if self._store is None:
+            return ("edge_time",) if self.facts.get("recommends") else ()
+        return self._store.held_out_tensors(split, edge_type)
+
     def node(self, name: str, part: int = 0) -> torch.Tensor:
         """Return one training label of each class."""
         classes = torch.arange(self.facts["num_classes"])

@@ -29,14 +29,18 @@ class SpreadEdges:
         group: the ranks; rank p owns part p.
         loader: describes the split.
         time: only the edges with this time, and for filtered ranking only those known at it; None: all edges.
+        timed: finds edges by time; those that are created for several times share it.
     """
 
-    def __init__(self, group: Group, loader: SeedLoader, time: int | None = None) -> None:
+    def __init__(
+        self, group: Group, loader: SeedLoader, time: int | None = None, timed: TimedEdges | None = None
+    ) -> None:
         self._group, self._store = group, loader.store
         self._edge_type = target_edge_type(loader.store)
-        self._edges = _edges_at(time, loader.store, self._edge_type, loader.split, group.rank)
+        timed = timed or TimedEdges(loader.store, group.rank)
+        self._edges = timed.at(time, loader.split)
         self._negatives = loader.negatives()
-        self._known = None if loader.split == "train" else _known_edges(group, loader.store, self._edge_type, time)
+        self._known = None if loader.split == "train" else _known_edges(group, loader.store, timed, time)
 
     def __len__(self) -> int:
         return self._edges.source.numel()
@@ -125,24 +129,41 @@ class SpreadNodes:
         return exchange.rows(own)
 
 
-def _edges_at(time: int | None, store: Store, edge_type: EdgeType, split: str, part: int) -> ScoredEdges:
-    """Return the edges of a split that point at a part and have this time; None: all."""
-    edges, chosen = PartEdges(store, edge_type, split, [part]), None
-    if time is not None and len(edges):
-        chosen = (edges.select().extra["time"] == time).nonzero().flatten()
-    return replace(edges.select(chosen), edge_id=edges.edge_id(chosen))
+class TimedEdges:
+    """The edges of each split that point at the nodes of a part, by time; the times are sorted once.
+
+    Args:
+        store: the graph.
+        part: the part.
+    """
+
+    def __init__(self, store: Store, part: int) -> None:
+        self._store, self._part = store, part
+        self._sorted: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def at(self, time: int | None, split: str) -> ScoredEdges:
+        """Return the edges of a split with this time; None: all. Their order is that of the part."""
+        edges = PartEdges(self._store, target_edge_type(self._store), split, [self._part])
+        chosen = None if time is None or not len(edges) else self._find(time, split, edges)
+        return replace(edges.select(chosen), edge_id=edges.edge_id(chosen))
+
+    def _find(self, time: int, split: str, edges: PartEdges) -> Tensor:
+        if split not in self._sorted:
+            self._sorted[split] = edges.select().extra["time"].sort(stable=True)
+        times, order = self._sorted[split]
+        return order[int(torch.searchsorted(times, time)) : int(torch.searchsorted(times, time, right=True))]
 
 
-def _known_edges(group: Group, store: Store, edge_type: EdgeType, time: int | None) -> KnownEdges:
+def _known_edges(group: Group, store: Store, timed: TimedEdges, time: int | None) -> KnownEdges:
     """Return the true edges that filtered ranking of held-out edges needs.
 
     They are this rank's edges of all splits, with a time those that have it; of the training edges, those with the
     source of any rank's held-out edge or the target of one of its held-out edges.
     """
-    splits = [_edges_at(time, store, edge_type, split, group.rank) for split in ("val", "test")]
+    splits = [timed.at(time, split) for split in ("val", "test")]
     sources = torch.cat(group.all_gather(torch.cat([edges.source for edges in splits]).unique())).unique()
     targets = torch.cat([edges.target for edges in splits]).unique()
-    train = _edges_at(time, store, edge_type, "train", group.rank)
+    train = timed.at(time, "train")
     needed = torch.isin(train.source, sources) | torch.isin(train.target, targets)
     train = ScoredEdges(train.source[needed], train.target[needed], {n: v[needed] for n, v in train.extra.items()})
     known = [train, *splits]

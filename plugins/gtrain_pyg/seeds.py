@@ -25,7 +25,7 @@ from gtrain.graph.owners import owner_of
 from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import EdgeType
 from gtrain.strategy.group import Group
-from gtrain.strategy.spread_edges import SpreadEdges
+from gtrain.strategy.spread_edges import SpreadEdges, TimedEdges
 from gtrain_pyg.peers import Array, NodeOrEdgeType
 from gtrain_pyg.sampling.sampler import Subgraph
 
@@ -434,9 +434,9 @@ class LinkEvaluation:
         def opener(batches: Iterable[Batch]) -> Callable[[], Iterator[Batch]]:
             return lambda: map(prepare, batches)
 
-        self._batches = []
+        self._batches, timed = [], TimedEdges(loader.store, group.rank)
         for time, by_type in node_batches.items():
-            edges = SpreadEdges(group, loader, None if time == LATEST else time)
+            edges = SpreadEdges(group, loader, None if time == LATEST else time, timed)
             batch = edges.batch(HeteroData() if loader.store.is_hetero else Data(), 0)
             batch.node_batches = {node_type: opener(batches) for node_type, batches in by_type.items()}
             self._batches.append(batch)

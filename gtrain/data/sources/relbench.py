@@ -136,6 +136,12 @@ class RelBenchData(TableData[RelBenchConfig]):
             edges.append(self._foreign_key((entity, f"{REVERSE}{column}", TASK), place, (column,), ()))
         return edges
 
+    @property
+    def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """That of the tables, and whether the task is one of recommendation."""
+        facts = super().outline
+        return None if facts is None else {**facts, "recommends": self._recommendation is not None}
+
     def read(self) -> Data | HeteroData | EdgeArrays:
         """Read the database and the task."""
         graph = super().read()

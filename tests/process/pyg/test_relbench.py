@@ -6,6 +6,7 @@ from pathlib import Path
 
 import forked
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from helpers import ok, summary
 from relational import amounts, purchases, recommendations
@@ -56,7 +57,7 @@ def test_past_rows_predict_links(tmp_path: Path) -> None:
     latest = ("data.temporal_strategy=last", "data.num_neighbors=[1,1]", "trainer.num_nodes=2")
     scores = links(tmp_path, "past", *latest)
     assert scores["test/auc"] > 0.9 and scores["test/mrr"] > 0.25
-    assert scores["val/auc"] > 0.9 and scores["val/mrr"] > 0.25
+    assert scores["val/auc"] > 0.9 and scores["val/mrr"] > 0.25 and scores["test/map@10"] > 0.4
     ok(forked.gtrain("export", f"run={tmp_path}/run", f"output={tmp_path}/items.npy", cwd=tmp_path))
     # The items, which have no features, are told apart by their reviews.
     assert len(np.unique(np.load(tmp_path / "items.npy").round(5), axis=0)) == 48
@@ -72,6 +73,24 @@ def test_future_rows_do_not(tmp_path: Path) -> None:
 def test_future_rows_would_if_times_were_ignored(tmp_path: Path) -> None:
     scores = links(tmp_path, "future", "trainer.num_nodes=1", "data.temporal_strategy=null")
     assert scores["test/auc"] > 0.9 and scores["test/mrr"] > 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_average_precision_is_that_of_the_lists_of_best_items(tmp_path: Path, ranks: int) -> None:
+    """Without times in the sampling, so that exported embeddings are those that were ranked."""
+    arguments = ["data.temporal_strategy=null", "data.num_neighbors=[-1,-1]", f"trainer.num_nodes={ranks}"]
+    arguments += ["trainer.max_epochs=2", "model.eval_k=7", "+model.filtered=false", "model.score=val/map@7"]
+    scores = links(tmp_path, "past", *arguments)
+    ok(forked.gtrain("export", f"run={tmp_path}/run", f"output={tmp_path}/items.npy", cwd=tmp_path))
+    items, users = np.load(tmp_path / "items.npy"), np.load(tmp_path / "items.npy.types/users.npy")
+    rows = pq.read_table(tmp_path / "past/tasks/next/test.parquet").to_pylist()
+    found = []
+    for row in rows:
+        hits = np.isin(np.argsort(-(items @ users[row["user"]]))[:7], row["item"])
+        if row["item"]:
+            found.append((hits.cumsum() / np.arange(1, 8) * hits).sum() / min(len(row["item"]), 7))
+    assert len(found) == 180 and scores["test/map@7"] == pytest.approx(np.mean(found), abs=1e-6)
 
 
 @pytest.mark.slow

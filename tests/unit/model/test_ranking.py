@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from gtrain.model import candidate_ranks as ranking
 from gtrain.model.candidate_ranks import Chosen, ranks
-from gtrain.model.edge_model import Ranking
+from gtrain.model.edge_model import AveragePrecision, Ranking
 
 
 def by_hand(scores: Tensor, answer: Tensor, known: list[list[int]]) -> list[float]:
@@ -77,3 +79,38 @@ def test_means_of_ranks() -> None:
     assert float(found["mrr"].compute()) == pytest.approx((1 + 0.5 + 0.1 + 0.05) / 4)
     assert float(found["hits@1"].compute()) == 0.25
     assert float(found["hits@10"].compute()) == 0.75
+
+
+def precision_by_hand(scores: Tensor, answers: list[list[int]], k: int) -> float:
+    """MAP@k as RelBench computes it: from the k best candidates of each question that has answers."""
+    found = []
+    for row, wanted in zip(scores, answers, strict=True):
+        hits = [candidate in wanted for candidate in row.topk(k).indices.tolist()]
+        shares = [sum(hits[: place + 1]) / (place + 1) for place in range(k) if hits[place]]
+        if wanted:
+            found.append(sum(shares) / min(len(wanted), k))
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("k", [1, 5, 10])
+@pytest.mark.parametrize("filtered", [True, False])
+def test_average_precision_of_recommendations(filtered: bool, k: int) -> None:
+    """Each source asks at two times; its answers come in any order, in several batches."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(40, 30, generator=generator, dtype=torch.float64)
+    answers = [torch.randperm(30, generator=generator)[: number % 14].tolist() for number in range(40)]
+    question = torch.tensor([number for number, wanted in enumerate(answers) for _ in wanted])
+    answer = torch.tensor([candidate for wanted in answers for candidate in wanted])
+    known = [[c for c in answers[number] if filtered] for number in question.tolist()]
+    ranks = torch.tensor(by_hand(scores[question], answer, known), dtype=torch.float64)
+    metric = AveragePrecision(k, filtered)
+    for rows in torch.randperm(len(question), generator=generator).split(37):
+        metric.update(question[rows] % 20, 2**61 + question[rows] // 20, ranks[rows])
+    metric.update(question[:0], question[:0], ranks[:0])
+    assert float(metric.compute()) == pytest.approx(precision_by_hand(scores, answers, k), abs=1e-12)
+
+
+def test_average_precision_of_nothing() -> None:
+    metric, nothing = AveragePrecision(10, filtered=True), torch.empty(0, dtype=torch.int64)
+    metric.update(nothing, nothing, nothing.double())
+    assert math.isnan(float(metric.compute()))
