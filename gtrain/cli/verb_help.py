@@ -90,7 +90,7 @@ HELP = {
     "watch": VerbHelp("RUN", "gtrain watch run=last", "report.md"),
     "doctor": VerbHelp(
         "[key=value ...]", "gtrain doctor trainer.num_nodes=4", "launchers.md",
-        options={"format": _FORMAT, "calibrate": "true: measure the constants of gtrain plan, in less than a minute",
+        options={"format": _FORMAT, "calibrate": "true: measure the constants of gtrain plan, in about a minute",
                  "strategy, trainer.num_nodes, trainer.devices": "of the job whose needs are compared with the machine",
                  "cluster.rendezvous, cluster.key_file": "of a job whose ranks run this command too: the bandwidth "
                  "between them is measured"},

@@ -9,7 +9,7 @@ from typing import Any
 
 from gtrain.plan import machine
 
-TIMEOUT_SECONDS = 180
+TIMEOUT_SECONDS = 600
 
 
 def facts(*, measure: bool) -> dict[str, Any]:

@@ -231,7 +231,7 @@ def _calibration_lines(facts: dict[str, Any] | None) -> Iterator[str]:
     if facts["error"] is not None:
         yield f"  not measured: {facts['error']}"
     if facts["constants"] is None:
-        yield "  defaults: gtrain doctor calibrate=true measures those of this machine in less than a minute"
+        yield "  defaults: gtrain doctor calibrate=true measures those of this machine in about a minute"
         return
     constants, giga = facts["constants"], 1e9
     yield f"  {'file':<16} {facts['file']}"

@@ -1,4 +1,4 @@
-"""Measures the constants of a :class:`~gtrain.plan.machine.Machine` on this machine, in less than a minute.
+"""Measures the constants of a :class:`~gtrain.plan.machine.Machine` on this machine, in about a minute.
 
 Each measurement repeats a short piece of work, and takes the fastest repetition: other programs can only slow it down.
 Work of one core counts by its CPU time, in which they do not take part.
@@ -34,7 +34,9 @@ from gtrain.graph.sampling.sampler import NeighborSampler
 from gtrain.kernel_cache import find_cache
 from gtrain.launch.agent import preload
 from gtrain.launch.children import PRELOAD
+from gtrain.memory.heap import give_back_freed
 from gtrain.nn.dropout import NO_DROPOUT, Mask
+from gtrain.plan import short_runs
 from gtrain.strategy.counters import anonymous_bytes
 
 _ROWS, _WIDTH, _DEGREE = 100_000, 256, 10
@@ -67,6 +69,9 @@ def constants(folder: Path | None = None) -> dict[str, float]:
         "dispatch": _dispatch(),
         "disk": _disk(folder or Path(tempfile.gettempdir())),
         **_link(),
+        "fresh": _fresh(),
+        "together": _together(),
+        **short_runs.constants(),
     }
 
 
@@ -167,6 +172,33 @@ def _dispatch() -> float:
         y.sum().backward()
 
     return _fastest(work) / (2 * count)
+
+
+def _fresh() -> float:
+    """Return the bytes per second of filling memory that the kernel hands out for it, as ranks of full batches do."""
+    give_back_freed()
+    count = 1 << 22
+    return 4 * count / _fastest(lambda: torch.empty(count).fill_(1.0), repeats=20)
+
+
+def _together() -> float:
+    """Return the speed of a core while all compute, in parts of its speed alone."""
+    x, weight = torch.rand(4_000, _WIDTH), torch.rand(_WIDTH, _WIDTH)
+
+    def work() -> None:
+        torch.set_num_threads(1)  # of this thread
+        for _ in range(20):
+            x @ weight
+
+    def on_all_cores() -> None:
+        threads = [threading.Thread(target=work) for _ in os.sched_getaffinity(0)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    alone, together = (_fastest(part, clock=time.perf_counter, repeats=8) for part in (work, on_all_cores))
+    return min(alone / together, 1.0)
 
 
 def _disk(folder: Path) -> float:

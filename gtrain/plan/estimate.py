@@ -171,8 +171,10 @@ class PlannedRun:
 
     @property
     def cores(self) -> float:
-        """Cores of a rank; below 1 if ranks share a core."""
-        return self.machine.cores / self.ranks_per_machine
+        """What a rank's threads compute, in parts of one core that computes alone; below 1 if ranks share cores."""
+        cores = self.machine.cores / self.ranks_per_machine
+        threads = cores if cores <= 1 else 1 + (cores - 1) * self.machine.threads
+        return threads if self.ranks_per_machine == 1 else threads * self.machine.together
 
     @property
     def flops(self) -> float:
@@ -191,6 +193,11 @@ class PlannedRun:
     def stream(self) -> float:
         """Bytes that a rank reads and writes in a second, in order."""
         return min(self.cores * self.machine.stream, self.machine.bandwidth / self.ranks_per_machine)
+
+    @property
+    def fresh(self) -> float:
+        """Bytes of newly allocated memory that a rank writes in a second."""
+        return self.cores * self.machine.fresh
 
     @property
     def link(self) -> float:

@@ -18,10 +18,10 @@ EDGE_BYTES = 40
 """Bytes of an edge in memory: its ends as int64, and its int32 numbers by target and by source."""
 RELATION_BYTES = 56
 """Bytes of an edge of R-GCN beside :data:`EDGE_BYTES`: its number among pairs of relation and node, and their ends."""
+NEW_RESULTS = 8
+"""Results and gradients of a layer that each step of a full batch allocates; see :mod:`gtrain.memory.heap`."""
 SCORED_PASSES = 6
 """Reads and writes of the rows of scored edges, forward and backward."""
-OPERATIONS = 60
-"""Operations of torch of a layer in a step, forward and backward, and of Lightning around a step."""
 
 
 def add_time(estimate: Estimate, run: PlannedRun, nodes: float, edges: float, seeds: float, times: float = 1) -> None:
@@ -40,6 +40,10 @@ def add_time(estimate: Estimate, run: PlannedRun, nodes: float, edges: float, se
         raise NotEstimated("the model's layers are not known before its data are read")
     for number, layer in enumerate(work.layers, start=1):
         add_layer_time(estimate, run, number, layer, nodes, edges, edges, times)
+        estimate.add(
+            BANDWIDTH, f"new memory of layer {number}", "results * nodes * width * item * steps / fresh",
+            results=NEW_RESULTS, nodes=nodes, width=layer.outputs, item=work.item, steps=times, fresh=run.fresh,
+        )  # fmt: skip
     if work.dense:
         estimate.add(
             ARITHMETIC, "other matrices", "6 * rows * weights * steps / flops",
@@ -163,8 +167,8 @@ def add_step_time(estimate: Estimate, run: PlannedRun, times: float) -> None:
     # HeteroConv calls a convolution for each edge type.
     convolutions = len(work.layers) + sum(sum(layer.targets.values()) for layer in work.typed)
     estimate.add(
-        OVERHEAD, "starting operations", "steps * operations * (layers + 2) * dispatch",
-        steps=times, operations=OPERATIONS, layers=convolutions, dispatch=run.machine.dispatch,
+        OVERHEAD, "starting operations", "steps * (step + layers * layer)",
+        steps=times, layers=convolutions, step=run.machine.step, layer=run.machine.layer,
     )  # fmt: skip
 
 

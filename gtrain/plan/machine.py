@@ -51,6 +51,19 @@ class Machine(Settings):
     sampling: float = setting(
         1.5e7, "edges that one core samples, with the numbering of their nodes", above=0, unit="edges per second"
     )
+    fresh: float = setting(
+        5e9, "bytes of newly allocated memory that one core writes", above=0, unit="bytes per second"
+    )
+    together: float = setting(
+        1.0, "speed of a core while all others compute too, in parts of its speed alone", above=0, most=1
+    )
+    threads: float = setting(1.0, "what each further core of a rank adds, in parts of the first one", least=0, most=1)
+    step: float = setting(
+        3e-3, "a training step without its layers: Lightning, the loss, the optimizer", least=0, unit="seconds"
+    )
+    layer: float = setting(
+        1e-3, "starting the operations of a layer in a step, forward and backward", least=0, unit="seconds"
+    )
     dispatch: float = setting(1e-5, "an operation of torch on a tensor of one number", above=0, unit="seconds")
     disk: float = setting(1e9, "bytes read from or written to the disk of the stores", above=0, unit="bytes per second")
     link: float = setting(2e9, "bytes between two ranks of the machine", above=0, unit="bytes per second")

@@ -116,9 +116,9 @@ def add_batch_scores(estimate: Estimate, run: PlannedRun, edges: float) -> None:
     )  # fmt: skip
 
 
-def add_starts(estimate: Estimate, run: PlannedRun, operations: float) -> None:
-    """Add the time of starting the operations of each step."""
+def add_starts(estimate: Estimate, run: PlannedRun) -> None:
+    """Add the time of starting the operations of each step, which are about as many as those of two layers."""
     estimate.add(
-        OVERHEAD, "starting operations", "steps * operations * dispatch",
-        steps=steps_of(run), operations=operations, dispatch=run.machine.dispatch,
+        OVERHEAD, "starting operations", "steps * (step + 2 * layer)",
+        steps=steps_of(run), step=run.machine.step, layer=run.machine.layer,
     )  # fmt: skip

@@ -90,3 +90,29 @@ def test_the_rates_between_machines(tmp_path: Path) -> None:
     assert connection["rank"] == 1 and 1e-6 < connection["latency"] < 0.1
     for direction in ("to", "from"):
         assert 6e6 < connection[direction] < 13.5e6
+
+
+@pytest.mark.slow
+def test_constants_of_plan_are_measured_and_kept(tmp_path: Path) -> None:
+    """Nothing is known of their values here but that they are rates and times of a machine that computes."""
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    facts = json.loads(ok(gtrain("doctor", "calibrate=true", "format=json", cwd=tmp_path, env=cache)).stdout)
+    assert facts["calibration"]["error"] is None
+    (kept,) = json.loads((tmp_path / "cache" / "gtrain" / "machine.json").read_text()).values()
+    rates = (
+        "flops",
+        "flops_bfloat16",
+        "gather",
+        "attention",
+        "sampling",
+        "stream",
+        "bandwidth",
+        "fresh",
+        "disk",
+        "link",
+    )
+    assert all(kept[name] > 1e6 for name in rates)
+    assert all(0 <= kept[name] < 1 for name in ("logit", "dispatch", "wake", "layer", "step"))
+    assert 0 < kept["together"] <= 1 and 0 <= kept.get("threads", 0) <= 1
+    done = ok(gtrain("plan", "format=json", "hydra.run.dir=plan", cwd=tmp_path, env=cache))
+    assert json.loads((tmp_path / "plan" / "plan.json").read_text())["machine"]["flops"] == kept["flops"], done.stdout
