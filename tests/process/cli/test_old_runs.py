@@ -76,6 +76,11 @@ def steps() -> list[Any]:
     ]
 
 
+def as_written(run: str) -> list[str]:
+    """Earlier releases ran the layers of single and pyg as PyG wrote them; kernels add in another order."""
+    return ["strategy.layers=plain"] if run.partition("_")[0] in ("single", "pyg") else []
+
+
 @each_archive
 def test_stores_of_earlier_releases_open(archive: Path, tmp_path: Path) -> None:
     names, said = unpack(archive, tmp_path), expected(archive)["stores"]
@@ -90,9 +95,7 @@ def test_stores_of_earlier_releases_open(archive: Path, tmp_path: Path) -> None:
 def test_runs_of_earlier_releases_go_on(archive: Path, run: str, verb: str, tmp_path: Path) -> None:
     stores = unpack(archive, tmp_path)
     said = expected(archive)["runs"][run][verb]
-    # Earlier releases ran the layers of single and pyg as PyG wrote them; kernels add in another order.
-    as_written = ["strategy.layers=plain"] if run.partition("_")[0] in ("single", "pyg") else []
-    ok(gtrain(*said["arguments"], *as_written, cwd=tmp_path))
+    ok(gtrain(*said["arguments"], *as_written(run), cwd=tmp_path))
     assert {path.name for path in (tmp_path / "data" / "stores").iterdir()} == stores, "none is made again"
     found = differences(result(run, verb, tmp_path), said["result"])
     if run in OTHER_AUC:
@@ -115,6 +118,18 @@ def test_last_and_best_find_runs_of_earlier_releases(archive: Path, tmp_path: Pa
         assert name == "best" or not differences(result(run, "test", tmp_path), said["result"])
     other = gtrain("test", "strategy=single", "ckpt_path=last", "model=sage", cwd=tmp_path)
     assert other.returncode == 1 and "no run under" in other.stderr
+
+
+@each_archive
+@pytest.mark.slow
+def test_the_folder_of_an_earlier_release_s_run_has_its_settings(archive: Path, tmp_path: Path) -> None:
+    """``run=FOLDER`` in place of the settings."""
+    unpack(archive, tmp_path)
+    for run, verb in (("single", "test"), ("single", "predict"), ("single", "export"), ("sar", "predict")):
+        place = ("ckpt_path=last", f"hydra.run.dir=out/{run}/{verb}")
+        ok(gtrain(verb, f"run=runs/{run}", *place, *as_written(run), cwd=tmp_path))
+        found = differences(result(run, verb, tmp_path), expected(archive)["runs"][run][verb]["result"])
+        assert not found, (run, verb)
 
 
 @each_archive
