@@ -220,11 +220,11 @@ def _race(
     sign = 1 if lower else -1
     best = min(known, key=lambda racer: sign * (scores[racer] or 0.0)) if known else racers[0]
     other = racers[1] if best is racers[0] else racers[0]
-    reason = f"{best.title} has the better score after {seconds:g} s, {name[best]} ({other.title}: {name[other]})"
     if len(known) == 2 and scores[best] == scores[other]:
-        reason = (
-            f"{best.title} has the shorter planned epoch of two with equal scores after {seconds:g} s, {name[best]}"
-        )
+        reason = f"{best.title} has the shorter planned epoch of two with equal scores"
+        reason += f" after {seconds:g} s, {name[best]}"
+    else:
+        reason = f"{best.title} has the better score after {seconds:g} s, {name[best]} ({other.title}: {name[other]})"
     last = folders[best] / "checkpoints" / "last.ckpt"
     return best, f"{reason}, and goes on.", [f"ckpt_path={last}"] if last.exists() else []
 

@@ -15,7 +15,7 @@ class Interruption:
     sum is above 0.
 
     Attributes:
-        requested: whether this rank received SIGTERM, or was told of a server that did, since :meth:`watch`.
+        requested: whether this rank, or a server that announced it, received SIGTERM since :meth:`watch`.
         agreed: whether a step has told all ranks that one of them did.
     """
 
