@@ -79,7 +79,8 @@ class PygConfig(StrategyConfig):
     )
     threads: int | None = setting(
         None,
-        "sampling threads of a rank; null: its share of the machine's cores, less 2 and at most 16 with a GPU",
+        "sampling threads of a rank; null: its share of the machine's cores; with a GPU as many as batches need, of "
+        "that share less 2 and at most 16",
         least=1,
         unit="threads",
     )

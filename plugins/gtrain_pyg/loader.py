@@ -103,19 +103,24 @@ def pipelined_copies(
     move: Callable[[Batch], Moved],
     *,
     threads: int = 1,
+    most_threads: int | None = None,
     ahead: int = 2,
     in_order: bool = True,
 ) -> Generator[Moved]:
     """Yield a batch on a device for each job, in order; exceptions of the stages are raised here.
 
-    Of the batches that are not taken, ``ahead`` are with the thread that copies, and ``threads`` are being made.
+    Of the batches that are not taken, ``ahead`` are with the thread that copies, and one for each thread is being made.
+    A batch that is not ready when it is asked for starts another thread, up to ``most_threads``, and then none before
+    as many batches were taken as were on their way: more threads than needed take memory bandwidth and caches from
+    the thread that trains.
 
     Args:
         jobs: what to make batches of.
         sample, assemble: as for :func:`pipelined`; called by several threads at once, for different jobs.
         prefetch: sends the requests of a batch.
         move: copies a batch to the device; called in the order of the jobs.
-        threads: threads that sample and assemble.
+        threads: threads that sample and assemble, at first.
+        most_threads: the most of them; None: ``threads``.
         ahead: batches that are copied ahead; 0 prepares each batch on demand and starts no thread.
         in_order: call ``prefetch`` in the order of the jobs. Otherwise one call makes a batch; without requests, the
             order does not matter.
@@ -132,13 +137,14 @@ def pipelined_copies(
 
     makers: _MakersInOrder[Job, Batch] | OrderedThreads[Job, Batch]
     makers = (
-        _MakersInOrder(sample, prefetch, assemble, threads)
+        _MakersInOrder(sample, prefetch, assemble, most_threads or threads)
         if in_order
         else OrderedThreads(make, threads, "gtrain-sample")
     )
     copier: OrderedThreads[None, Moved] = OrderedThreads(lambda _: move(makers.get()), 1, "gtrain-copy")
     queue = iter(jobs)
     made = copying = 0  # jobs that were started, and that the copying thread was asked for, less those taken
+    taken = 0  # batches since the last thread was started
 
     def refill() -> None:
         nonlocal made, copying
@@ -152,8 +158,12 @@ def pipelined_copies(
     try:
         refill()
         while copying:
+            if taken > ahead + threads and threads < (most_threads or threads) and not copier.is_ready:
+                makers.add_thread()
+                threads, taken = threads + 1, 0
+                refill()
             moved = copier.get()
-            made, copying = made - 1, copying - 1
+            made, copying, taken = made - 1, copying - 1, taken + 1
             refill()
             yield moved
             del moved  # its memory serves a later batch
@@ -183,6 +193,9 @@ class _MakersInOrder(Generic[Job, Batch]):
     def put(self, job: Job) -> None:
         self._fetching.append(self._fetcher.submit(self._fetch, job, self._workers.submit(self._sample, job)))
 
+    def add_thread(self) -> None:
+        """Nothing: as many threads start as there are batches to make."""
+
     def get(self) -> Batch:
         return self._fetching.popleft().result().result()
 
@@ -201,7 +214,8 @@ class PrefetchPlan:
     """How batches are prepared ahead.
 
     Attributes:
-        threads: sampling threads.
+        threads: sampling threads, at most.
+        first_threads: those that start with an epoch on a GPU, which starts more as they are needed; None: all.
         prefetch: batches that are sampled and whose remote rows are fetched ahead, or that are on the device ahead; 0
             prepares each on demand.
         lookahead: window of successive batches; a remote row that several of them need is requested once.
@@ -211,6 +225,7 @@ class PrefetchPlan:
     """
 
     threads: int = 1
+    first_threads: int | None = None
     prefetch: int = 2
     lookahead: int = 1
     overlap: bool = False
@@ -314,7 +329,8 @@ class SampledBatches:
             partial(self._fetch, threading.local(), mover),
             self._assemble_for_device,
             mover,
-            threads=plan.threads,
+            threads=plan.first_threads or plan.threads,
+            most_threads=plan.threads,
             ahead=plan.prefetch,
             in_order=plan.remote,
         )

@@ -54,6 +54,8 @@ _KEPT_MEBIBYTES = 1024
 _OTHER_CORES, _MOST_THREADS, _MOST_COMPLETE = 2, 16, 2
 """With a GPU: cores that are left for training and copying, and most sampling threads, also with all neighbours, since
 the batches that they make take memory."""
+_FIRST_THREADS = 4
+"""With a GPU: sampling threads that start with an epoch, if there may be as many."""
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _WIRE_DTYPES = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -380,8 +382,10 @@ class PygStrategy(GraphStrategy):
 
     def _plan(self, shard: Shard, options: SamplingOptions) -> PrefetchPlan:
         settings, remote = self.settings, shard.has_remote_parts
+        threads = self._threads(options, remote=remote)
         return PrefetchPlan(
-            threads=self._threads(options, remote=remote),
+            threads=threads,
+            first_threads=min(threads, _FIRST_THREADS) if settings.threads is None else None,
             prefetch=settings.prefetch,
             lookahead=settings.lookahead if remote else 1,
             # on a CPU, assembly and step would compete for the cores: a second batch's memory gains nothing

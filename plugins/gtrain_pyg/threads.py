@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from queue import Empty, SimpleQueue
@@ -21,9 +22,9 @@ _POLL_SECONDS = 1.0  # between two looks at whether the interpreter exits
 
 
 class OrderedThreads(Generic[Job, Result]):
-    """Threads that call a function for each job. Job i is that of thread i modulo the number of threads.
+    """Threads that call a function for each job, and take turns.
 
-    One thread may call :meth:`put`, and one :meth:`get`.
+    One thread may call :meth:`put` and :meth:`add_thread`, and one :meth:`get` after the ``put`` of its job.
 
     Args:
         function: called with a job; by all threads at the same time, with different jobs.
@@ -40,19 +41,28 @@ class OrderedThreads(Generic[Job, Result]):
     """
 
     def __init__(self, function: Callable[[Job], Result], threads: int, name: str) -> None:
-        self._put = self._got = 0
+        self._function, self._name = function, name
         self._closed = threading.Event()
-        self._lanes: list[tuple[SimpleQueue[Any], SimpleQueue[Any]]] = [
-            (SimpleQueue(), SimpleQueue()) for _ in range(threads)
-        ]
-        for number, (jobs, results) in enumerate(self._lanes):
-            arguments = (function, jobs, results, self._closed)
-            threading.Thread(target=_serve, name=f"{name}_{number}", args=arguments).start()
+        self._lanes: list[tuple[SimpleQueue[Any], SimpleQueue[Any]]] = []
+        self._turn = 0
+        self._expected: deque[SimpleQueue[Any]] = deque()  # the queues of the next results
+        for _ in range(threads):
+            self.add_thread()
+        self._turn = 0
+
+    def add_thread(self) -> None:
+        """Start another thread, which takes the next job."""
+        self._turn = len(self._lanes)
+        self._lanes.append((SimpleQueue(), SimpleQueue()))
+        arguments = (self._function, *self._lanes[-1], self._closed)
+        threading.Thread(target=_serve, name=f"{self._name}_{len(self._lanes) - 1}", args=arguments).start()
 
     def put(self, job: Job) -> None:
         """Add a job."""
-        self._lanes[self._put % len(self._lanes)][0].put(job)
-        self._put += 1
+        jobs, results = self._lanes[self._turn]
+        jobs.put(job)
+        self._expected.append(results)
+        self._turn = (self._turn + 1) % len(self._lanes)
 
     def get(self) -> Result:
         """Wait for the next job's result, and return it.
@@ -61,11 +71,15 @@ class OrderedThreads(Generic[Job, Result]):
             BaseException: what the function raised.
             CancelledError: the threads were closed before the job was started, or the interpreter exits.
         """
-        result, error = _next(self._lanes[self._got % len(self._lanes)][1])
-        self._got += 1
+        result, error = _next(self._expected.popleft())
         if error is not None:
             raise error
         return result  # type: ignore[no-any-return]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether :meth:`get` would return at once."""
+        return bool(self._expected) and not self._expected[0].empty()
 
     def close(self) -> None:
         """Let the threads end after their current jobs, without waiting for them."""

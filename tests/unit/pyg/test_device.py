@@ -379,6 +379,26 @@ def test_threads_make_batches_at_the_same_time() -> None:
     assert len(list(stages.run(range(6), threads=3, ahead=1, in_order=False))) == 6
 
 
+@pytest.mark.parametrize("most_threads", [None, 3])
+def test_a_batch_that_is_late_starts_another_thread(most_threads: int | None) -> None:
+    """Job 10 is complete when job 12 has begun, which one thread would not do before job 10 is taken."""
+    stages, names = Stages(), set[str]()
+    begun, sample = threading.Event(), stages.sample
+
+    def sampling(job: int) -> int:
+        names.add(threading.current_thread().name)
+        if job == 12:
+            begun.set()
+        if job == 10 and most_threads:
+            assert begun.wait(LIMIT)
+        return sample(job)
+
+    stages.sample = sampling  # type: ignore[method-assign]
+    batches = stages.run(range(40), threads=1, most_threads=most_threads, ahead=1, in_order=False)
+    assert list(batches) == [f"batch {number}" for number in range(40)]
+    assert len(names) in ((2, 3) if most_threads else (1,))
+
+
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("stage", ["sample", "prefetch", "assemble", "move"])
