@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 
+from gtrain.launch.children import die_with_parent
 from gtrain.launch.ray.channel import encode
 
 _PIECE = 1 << 16
@@ -43,6 +44,7 @@ class MachineActor:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
+        die_with_parent(os.getppid())  # Ray's raylet, without which a call that runs would go on for a minute
         self._environment = dict(environment)
         self._control, theirs = socket.socketpair()
         self._settings = os.memfd_create("gtrain-settings")
@@ -130,6 +132,7 @@ class SupervisorActor:
     """Owns the process of one rank or server."""
 
     def __init__(self) -> None:
+        die_with_parent(os.getppid())
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._start = -1  # number of earlier processes of the current one

@@ -7,11 +7,13 @@ import json
 import logging
 import math
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -37,9 +39,8 @@ Resources = dict[str, float]
 # ---------------------------------------------------------------------------------------------------- connecting
 
 
-@contextlib.contextmanager
-def connected(cfg: DictConfig, needed: Sequence[Resources]) -> Iterator[None]:
-    """Connect to the Ray cluster that the configuration or ``RAY_ADDRESS`` names, or start one on this machine.
+class Connection:
+    """The Ray cluster of a job: the one that the configuration or ``RAY_ADDRESS`` names, or one on this machine.
 
     Args:
         cfg: the composed configuration.
@@ -47,19 +48,46 @@ def connected(cfg: DictConfig, needed: Sequence[Resources]) -> Iterator[None]:
 
     Raises:
         ConfigError: the cluster cannot be reached.
+        RankFailedError: a cluster of the command's own cannot be started.
     """
-    if ray.is_initialized():  # by a program that uses Ray itself
-        yield
-        return
-    address = cfg.cluster.address or os.environ.get("RAY_ADDRESS")
-    if address is not None and "://" in address:
-        raise ConfigError(
-            f"{address} was set as the address of the Ray cluster; it is that of a Ray client.",
-            hint="run the command on a node of the cluster, with the address of its head: HOST:6379, or auto.",
-        )
-    with contextlib.ExitStack() as stack:
+
+    def __init__(self, cfg: DictConfig, needed: Sequence[Resources]) -> None:
+        self._cfg, self._needed = cfg, needed
+        self._own: OwnCluster | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Connection:
+        with contextlib.ExitStack() as stack:
+            if not ray.is_initialized():  # by a program that uses Ray itself
+                self._connect(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self._own = None
+
+    @property
+    def lost(self) -> str | None:
+        """How a cluster of the command's own ended, a sentence; None if it runs, or is not its own."""
+        return None if self._own is None else self._own.lost
+
+    def renew(self) -> None:
+        """Start another cluster of the command's own if the last one is lost."""
+        if self.lost is not None:
+            self.__exit__()
+            self.__enter__()
+
+    def _connect(self, stack: contextlib.ExitStack) -> None:
+        address = self._cfg.cluster.address or os.environ.get("RAY_ADDRESS")
+        if address is not None and "://" in address:
+            raise ConfigError(
+                f"{address} was set as the address of the Ray cluster; it is that of a Ray client.",
+                hint="run the command on a node of the cluster, with the address of its head: HOST:6379, or auto.",
+            )
         if address is None:
-            address = stack.enter_context(_own_cluster(needed))
+            self._own = stack.enter_context(OwnCluster(self._needed))
+            address = self._own.address
         stack.callback(ray.shutdown)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -70,47 +98,95 @@ def connected(cfg: DictConfig, needed: Sequence[Resources]) -> Iterator[None]:
                 hint="ray status shows the cluster that cluster.address= or RAY_ADDRESS names; if it has a token, set "
                 "RAY_AUTH_MODE=token. Without an address gtrain starts a cluster on this machine.",
             ) from error
-        yield
 
 
-@contextlib.contextmanager
-def _own_cluster(needed: Sequence[Resources]) -> Iterator[str]:
-    """Provide the address of a cluster whose only node, this machine, has all that the job needs.
+class OwnCluster:
+    """A cluster whose only node, this machine, has all that the job needs, in a process of its own.
 
-    Raises:
-        RankFailedError: the cluster cannot be started.
+    Args:
+        needed: the resources of each machine of the job.
+
+    Attributes:
+        address: of the cluster, in the context.
     """
-    total: Resources = {}
-    for resources in needed:
-        for name, amount in resources.items():
-            total[name] = total.get(name, 0.0) + amount
-    cores = max(len(os.sched_getaffinity(0)), math.ceil(total.pop("CPU", 0.0)))
-    named = {"num_gpus": total.pop("GPU", None), "_memory": total.pop("memory", None)}
-    options = {"num_cpus": cores, "resources": total} | {name: amount for name, amount in named.items() if amount}
-    options["folder"] = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_FOLDER else "/tmp"
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "gtrain.launch.ray.own_cluster", json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            process_group=0,
-        )
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            with process.stdin, process.stdout:
-                line = process.stdout.readline()
-                if not line:
-                    process.wait()
-                    errors.seek(0)
-                    lines = errors.read().strip().splitlines() or [f"its process ended with {process.returncode}"]
-                    raise RankFailedError(f"the Ray cluster of this machine cannot be started: {lines[-1]}")
-                yield str(json.loads(line))
-        finally:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_CLUSTER_SECONDS)
-            process.kill()
-            process.wait()
+
+    address: str
+
+    def __init__(self, needed: Sequence[Resources]) -> None:
+        total: Resources = {}
+        for resources in needed:
+            for name, amount in resources.items():
+                total[name] = total.get(name, 0.0) + amount
+        cores = max(len(os.sched_getaffinity(0)), math.ceil(total.pop("CPU", 0.0)))
+        named = {"num_gpus": total.pop("GPU", None), "_memory": total.pop("memory", None)}
+        self._options: dict[str, Any] = {"num_cpus": cores, "resources": total}
+        self._options |= {name: amount for name, amount in named.items() if amount}
+        self._folder: str | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> OwnCluster:
+        """Start it.
+
+        Raises:
+            RankFailedError: it cannot be started.
+        """
+        with contextlib.ExitStack() as stack:
+            parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_FOLDER else "/tmp"
+            self._errors = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "gtrain.launch.ray.own_cluster",
+                    json.dumps({**self._options, "parent": parent}),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                process_group=0,
+            )
+            stack.callback(self._end)
+            assert self._process.stdout is not None
+            lines = [self._process.stdout.readline() for _ in range(2)]
+            if lines[0]:
+                self._folder = str(json.loads(lines[0]))
+            if not lines[1]:
+                self._process.wait()
+                raise RankFailedError(f"the Ray cluster of this machine cannot be started: {self._reason()}")
+            self.address = str(json.loads(lines[1]))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop it, and remove its files."""
+        self._stack.close()
+
+    @property
+    def lost(self) -> str | None:
+        """How it ended, a sentence; None while it runs."""
+        if self._process.poll() is None:
+            return None
+        return f"the Ray cluster that the command started on this machine ended: {self._reason()}"
+
+    def _reason(self) -> str:
+        self._errors.seek(0)
+        lines, status = self._errors.read().strip().splitlines(), self._process.returncode
+        if status < 0 or not lines:
+            return f"its process {'was killed by signal' if status < 0 else 'ended with exit code'} {abs(status)}"
+        return lines[-1]
+
+    def _end(self) -> None:
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_CLUSTER_SECONDS)
+        self._process.kill()
+        if self._process.wait():  # it was killed, and agents of Ray would outlive it by a minute
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------------------------------- resources
@@ -161,13 +237,14 @@ class Placement:
         cfg: the composed configuration.
         bundles: the resources of each machine.
         attempt: how many times the job was started before.
+        connection: to the cluster.
 
     Raises:
         ConfigError: the cluster does not have the resources in time.
     """
 
-    def __init__(self, cfg: DictConfig, bundles: Sequence[Resources], attempt: int) -> None:
-        self._cfg, self._attempt = cfg, attempt
+    def __init__(self, cfg: DictConfig, bundles: Sequence[Resources], attempt: int, connection: Connection) -> None:
+        self._cfg, self._attempt, self._connection = cfg, attempt, connection
         selectors: list[dict[str, str]] = [{} for _ in bundles]
         if cfg.cluster.first_machine == "command":
             selectors[0]["ray.io/node-id"] = ray.get_runtime_context().get_node_id()
@@ -189,7 +266,9 @@ class Placement:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End all actors, and free the resources."""
+        """End all actors, and free the resources. Those of a cluster that is lost have ended with it."""
+        if self._connection.lost is not None:
+            return
         with contextlib.suppress(RayError):
             ends = [machine.stop.remote() for machine in self._machines]
             if ends:

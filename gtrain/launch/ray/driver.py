@@ -43,6 +43,7 @@ class ActorProcess(Child):
     supervisor: Any = None
     machine: Any = None
     result: Any = None
+    _abandoned: bool = False
     _started: bool = False
     _thread: threading.Thread | None = field(default=None, repr=False)
     _outcome: int | None = None
@@ -72,7 +73,7 @@ class ActorProcess(Child):
             pass  # the actor died
         finally:
             if self._outcome is None:
-                self.joined = self.joined or not self._machine_lives()
+                self.joined = self.joined or self._abandoned or not self._machine_lives()
                 self._outcome = -signal.SIGKILL
             self._outcome_ns = time.monotonic_ns()
             os.close(report_end)
@@ -111,6 +112,11 @@ class ActorProcess(Child):
         if message["kind"] == "failure":
             message["time_ns"] = time.monotonic_ns()  # the clocks of machines differ
         super()._handle_report(message)
+
+    def abandon(self) -> None:
+        """Take the process for killed: its cluster is lost."""
+        self._abandoned = True
+        self.status, self.ended_ns = -signal.SIGKILL, time.monotonic_ns()
 
     def deliver(self, number: int, *, group: bool = True) -> None:
         """Have the supervisor send a signal; the agent of the machine knows which signals the group receives."""
@@ -159,6 +165,7 @@ class RayJob(Job):
         supervisors: the actors of the processes, by label.
         nodes: ids of the cluster's nodes that the machines are on.
         draining: returns the nodes that are about to leave the cluster, and when, in milliseconds of Unix time.
+        lost: returns how the cluster ended, a sentence, if it did.
         leaves: why the job ended although its processes ran, a sentence; None if it did not.
     """
 
@@ -167,15 +174,21 @@ class RayJob(Job):
     supervisors: Mapping[str, Any] = field(default_factory=dict)
     nodes: Sequence[str] = ()
     draining: Callable[[], Mapping[str, int]] = dict
+    lost: Callable[[], str | None] = lambda: None
     leaves: str | None = None
     _next_poll: float = 0.0
     _notice: _Notice | None = None
 
     def is_over(self) -> bool:
-        """Whether a node of the job is about to leave the cluster, and a checkpoint has been written since.
+        """Whether the cluster is lost, or a node of the job is about to leave it and a checkpoint was written since.
 
         Ranks that can save a checkpoint within an epoch get SIGTERM, and end after it.
         """
+        if self.lost() is not None:
+            for child in self.children:
+                if isinstance(child, ActorProcess) and child.status is None:
+                    child.abandon()
+            return True
         ended = self._notice is not None and any(child.status is not None for child in self.lasting)
         if time.monotonic() < self._next_poll and not ended:
             return False

@@ -24,11 +24,11 @@ from gtrain.launch import agent, shipping
 from gtrain.launch.children import ProcessSpec
 from gtrain.launch.job import STORE_SLOT, counts_of, restarts_of, server_slots, worker_slots
 from gtrain.launch.ray.cluster import (
+    Connection,
     Placement,
     bundles_of,
     call,
     command_leaves,
-    connected,
     draining_nodes,
     gpus_per_rank,
 )
@@ -58,10 +58,13 @@ def run(request: JobRequest, num_nodes: int, devices: int) -> Any:
     bundles = bundles_of(request.cfg, num_nodes, devices, plans)
     key_file = request.key_file()
     key = key_file if key_file in (None, ISOLATED) else Path(str(key_file)).read_text()
-    with connected(request.cfg, bundles), agent.terminate_on_signals():
-        return request.run_restarting(
-            lambda attempt: _Attempt(request, num_nodes, devices, plans, key, attempt).run(bundles)
-        )
+    with Connection(request.cfg, bundles) as connection, agent.terminate_on_signals():
+
+        def attempted(attempt: int) -> Any:
+            connection.renew()
+            return _Attempt(request, num_nodes, devices, plans, key, attempt, connection).run(bundles)
+
+        return request.run_restarting(attempted)
 
 
 def _find_checkpoint(cfg: DictConfig) -> None:
@@ -86,8 +89,9 @@ class _Attempt:
         plans: Sequence[RolePlan],
         key: str | None,
         attempt: int,
+        connection: Connection,
     ) -> None:
-        self._request, self._plans, self._key = request, plans, key
+        self._request, self._plans, self._key, self._connection = request, plans, key, connection
         self._simulated = False
         self._separate: list[int] = []  # machines that do not see the run's folder
         self._job = RayJob(
@@ -98,13 +102,28 @@ class _Attempt:
             roles=plans,
             roster=ServerRoster(counts_of(plans)),
             draining=draining_nodes if request.cfg.verb == "train" else dict,
+            lost=lambda: connection.lost,
         )
 
     def run(self, bundles: Sequence[Mapping[str, float]]) -> Any:
+        """Run the job; return the value of rank 0.
+
+        Raises:
+            RankFailedError: a process failed, or the cluster is lost.
+        """
+        try:
+            return self._run(bundles)
+        except (RankFailedError, RayError) as error:
+            if (lost := self._connection.lost) is None:
+                raise
+            raise RankFailedError(f"{lost}.", external=True) from error
+
+    def _run(self, bundles: Sequence[Mapping[str, float]]) -> Any:
         job = self._job
         if job.attempt and command_leaves():
             raise RankFailedError(_LEFT, external=False)
-        with Placement(self._request.cfg, [dict(bundle) for bundle in bundles], job.attempt) as placement:
+        resources = [dict(bundle) for bundle in bundles]
+        with Placement(self._request.cfg, resources, job.attempt, self._connection) as placement:
             job.nodes, job.machines = placement.nodes, placement.start_machines(self._environment())
             self._simulated = placement.on_one_node
             self._start_supervisors(placement)
@@ -112,6 +131,8 @@ class _Attempt:
                 agent.supervise(job, self._set_up)
             finally:
                 self._fetch_logs()
+            if self._connection.lost is not None:
+                raise RankFailedError(self._connection.lost)
             if job.leaves is not None:
                 left = command_leaves()
                 raise RankFailedError(f"{job.leaves}. {_LEFT}" if left else f"{job.leaves}.", external=not left)

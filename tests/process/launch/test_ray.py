@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -260,6 +261,46 @@ def test_the_death_of_the_command_leaves_no_process(embedded: bool, cluster: Clu
     assert job.end() == -signal.SIGKILL
     until(lambda: not marked(job.mark), tmp_path)
     until(lambda: not cluster.actors() and shared_memory() <= memory, tmp_path)
+
+
+def own_cluster(job: Running) -> int:
+    """The process of the cluster that a command started, when the ranks train."""
+    own: list[int] = []
+
+    def ranks_train() -> bool:
+        own[:] = [pid for pid in marked(job.mark) if b"own_cluster" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        logs = [path.stat().st_mtime for path in (job.folder / "run" / "metrics.csv",) if path.exists()]
+        return len(own) == 1 and bool(logs) and max(logs) > Path(f"/proc/{own[0]}").stat().st_mtime
+
+    until(ranks_train, job.folder)
+    return own[0]
+
+
+def child(parent: int, program: str) -> int:
+    """The process of a program that another process started."""
+    pids = map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
+    (pid,) = (pid for pid in pids if program in Path(f"/proc/{pid}/cmdline").read_text())
+    return pid
+
+
+@pytest.mark.slow
+def test_a_cluster_of_its_own_that_is_lost_is_named_and_restarted(tmp_path: Path) -> None:
+    """Its process is killed, then a process of Ray in the cluster that takes its place."""
+    with tempfile.TemporaryDirectory(prefix="r-") as temporary:
+        job = Running(tmp_path, *SAR, "cluster.max_restarts=1", env={"TMPDIR": temporary})
+        try:
+            os.kill(own_cluster(job), signal.SIGKILL)
+            start = time.monotonic()
+            until(lambda: "restarting the job from" in job.errors(), tmp_path)
+            assert "that the command started on this machine ended: its process was killed by signal 9" in job.errors()
+            assert "rank" not in job.errors() and time.monotonic() - start < LIMIT / 2
+            os.kill(child(own_cluster(job), "gcs_server"), signal.SIGKILL)
+            code = job.end()
+        finally:
+            job.process.kill()
+        assert code == 1 and "ended: Ray's gcs_server was killed by signal 9." in job.errors(), job.errors()
+        until(lambda: not marked(job.mark), tmp_path)
+        assert os.listdir(temporary) == []
 
 
 @LONG
