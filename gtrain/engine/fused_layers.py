@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch_geometric.nn.conv import GATConv, GraphConv, MessagePassing, SAGEConv
+from torch_geometric.nn.conv import GATConv, GINConv, GraphConv, MessagePassing, SAGEConv
 
 from gtrain.engine.attention.fused import AttentionBackward, AttentionSettings, attention_blocks, row_dots
 from gtrain.engine.bipartite import SortedEdges, bipartite_layer
 from gtrain.engine.constants import Constants
 from gtrain.engine.edges import EdgeBlocks
 from gtrain.engine.few_edges import DTYPES, FEW, FewEdges
+from gtrain.engine.gin import first_linear, gin_layer
 from gtrain.engine.halo import incremental
 from gtrain.engine.linear import LinearCall, PackedSums, aggregate
 from gtrain.engine.precision import add_product, column_sums, product_dtype, rows_at_once, sum_dtype, without_autocast
@@ -490,7 +491,8 @@ class FusedLayers:
             return None
         if type(conv) in _SAGE:
             return partial(self._forward, conv, self._sage)
-        return partial(self._forward, conv, self._gat) if type(conv) is GATConv else None
+        layer = {GATConv: self._gat, GINConv: self._gin}.get(type(conv))
+        return None if layer is None else partial(self._forward, conv, layer)
 
     def _forward(self, conv: MessagePassing, layer: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Any:
         original = type(conv).forward
@@ -540,6 +542,13 @@ class FusedLayers:
         first = costs_less_first(len(x), len(targets), count, inputs, outputs)
         out = bipartite_layer(edges, x, targets, reduce == "mean", layers, transforms_first=first)
         return nn.functional.normalize(out, p=2.0, dim=-1) if getattr(conv, "normalize", False) else out
+
+    def _gin(self, conv: Any, x: Tensor, num_targets: int, edge_index: Tensor, **options: Any) -> Tensor | None:
+        """A layer over features in CSR form."""
+        first = first_linear(conv.nn) if is_compressed(x) else None
+        if first is None or options or reduction(conv) != "sum":
+            return None
+        return gin_layer(conv, first, self._blocks(edge_index, len(x), num_targets), x, num_targets, self._schedule)
 
     def _gat(self, conv: Any, x: Tensor, num_targets: int, edge_index: Tensor, **options: Any) -> Tensor | None:
         lin = plain_linear(conv, "lin")

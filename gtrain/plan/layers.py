@@ -79,6 +79,13 @@ def add_layer_time(
         ARITHMETIC, f"products of layer {number}", "passes * nodes * weights * steps / flops",
         passes=passes, nodes=nodes, weights=layer.weights, steps=times, flops=run.flops,
     )  # fmt: skip
+    if layer.entries is not None:
+        estimate.add(
+            BANDWIDTH, f"products of sparse rows of layer {number}, forward and backward",
+            "2 * nodes * entries * columns * item * steps / gather",
+            nodes=nodes, entries=layer.entries, columns=layer.sparse_columns, item=run.workload.item, steps=times,
+            gather=run.gather,
+        )  # fmt: skip
     if layer.pair_weights:
         # At most one pair of relation and target for each edge.
         estimate.add(

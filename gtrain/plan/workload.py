@@ -57,6 +57,8 @@ class Layer:
         trained_input: whether its input needs a gradient.
         pair_weights: numbers in the matrix of a relation, by which the sum of each pair of relation and target is
             multiplied; else 0.
+        entries: of a row of its input, if that is in CSR form; None: it is dense. Such rows are multiplied first.
+        sparse_columns: columns of the products of these rows, which ``weights`` leaves out; else 0.
     """
 
     name: str
@@ -68,10 +70,14 @@ class Layer:
     constant: bool
     trained_input: bool
     pair_weights: int = 0
+    entries: float | None = None
+    sparse_columns: int = 0
 
     @property
     def transforms_first(self) -> bool:
         """Whether rows are multiplied by the weight before they are summed: the narrower side is summed, and sent."""
+        if self.entries is not None and self.kind in (LINEAR, SUM):
+            return True
         if self.kind != LINEAR:
             return self.kind == ATTENTION
         equal = self.trained_input or self.name == "GCNConv"
@@ -82,6 +88,8 @@ class Layer:
         """Numbers of a source row that an edge reads."""
         if self.kind in (ATTENTION, IDS):
             return self.outputs
+        if self.kind == SUM and self.entries is not None:
+            return self.sparse_columns
         return self.outputs if self.transforms_first else self.inputs
 
     @property
@@ -224,8 +232,8 @@ def describe(
     precision = str(config["trainer"]["precision"])
     width = max((count or 0 for count in features.values()), default=0) if isinstance(features, dict) else features or 0
     heterogeneous = store.is_hetero if store is not None else isinstance(nodes, dict)
-    reads_features = bool(features) and not facts.get("sparse_features")
-    sketched = _layers(model, config, reads_features) if model is not None and not heterogeneous else ()
+    reads_features, entries = bool(features) and not facts.get("sparse_features"), _entries(store, facts)
+    sketched = _layers(model, config, reads_features, entries) if model is not None and not heterogeneous else ()
     inner = {id(p) for layer in _convolutions(model) for p in layer.parameters()}
     named_tables = tuple(tables(model)) if model is not None else ()
     wide = {id(p) for _, table in named_tables for p in table.parameters()}
@@ -235,7 +243,7 @@ def describe(
         num_edges=num_edges,
         num_seeds=data.num_seeds("train") if store is not None else facts["num_seeds"],
         num_features=width,
-        entries=_entries(store, facts),
+        entries=entries,
         unit_entries=_unit_entries(store),
         num_classes=facts.get("num_classes") or int(facts.get("label_scale") is not None),
         num_relations=facts.get("num_relations") or 0,
@@ -261,30 +269,36 @@ def _convolutions(model: nn.Module | None) -> list[MessagePassing]:
     return [] if model is None else [layer for layer in model.modules() if isinstance(layer, MessagePassing)]
 
 
-def _layers(model: nn.Module, config: Mapping[str, Any], dense: bool) -> tuple[Layer, ...]:
+def _layers(model: nn.Module, config: Mapping[str, Any], reads: bool, entries: float | None) -> tuple[Layer, ...]:
     """Return the model's convolutions.
 
     Args:
         model: the sketch.
         config: the configuration.
-        dense: whether the network reads dense features of the data directly.
+        reads: whether the network reads features of the data directly.
+        entries: of a row of features in CSR form; None: they are dense.
     """
     layers = []
     for number, conv in enumerate(_convolutions(model)):
         matrices = [p for p in conv.parameters() if not isinstance(p, nn.UninitializedParameter) and p.dim() == 2]
         inputs, outputs, heads = _widths(conv, matrices)
-        reads_data = number == 0 and dense
+        reads_data, kind = number == 0 and reads, _kind(conv)
+        compressed = entries if reads_data and kind in (LINEAR, SUM, ATTENTION) else None
+        by_input = [p.size(0) for p in matrices if p.size(1) == inputs]
+        columns = 0 if compressed is None else by_input[0] if kind == SUM else sum(by_input)
         layers.append(
             Layer(
                 type(conv).__name__,
-                _kind(conv),
+                kind,
                 inputs,
                 outputs,
                 heads,
-                0 if isinstance(conv, IdRGCNConv) else sum(p.numel() for p in matrices),
+                0 if isinstance(conv, IdRGCNConv) else sum(p.numel() for p in matrices) - columns * inputs,
                 reads_data and not config["model"].get("input_dropout"),
                 not reads_data,
                 inputs * outputs if isinstance(conv, RGCNConv) else 0,
+                compressed,
+                columns,
             )
         )
     return tuple(layers)

@@ -142,7 +142,8 @@ def _add_layers(estimate: Estimate, run: PlannedRun, batch: MeanBatch, steps: in
         widest = max(widest, targets * max(layer.outputs, layer.width))
         estimate.add(
             MEMORY, f"layer {number}", "kept * nodes * (inputs + copies * outputs) * item",
-            kept=_KEPT, nodes=targets, inputs=0 if layer.kind == ATTENTION else layer.inputs,
+            kept=_KEPT, nodes=targets,
+            inputs=0 if layer.kind == ATTENTION or layer.entries is not None else layer.inputs,
             copies=3 if work.dropout and number < len(work.layers) else 2, outputs=layer.outputs, item=work.item,
         )  # fmt: skip
     estimate.add(MEMORY, "gradients at the peak", "2 * numbers * item", numbers=widest, item=work.item)
@@ -168,6 +169,6 @@ def _transforms_first(layer: Layer, sources: float, targets: float, edges: float
     """Whether rows are multiplied before they are summed, as the layer engine decides in a batch."""
     if not layer.transforms_first and layer.kind != "linear":
         return False
-    if layer.name not in ("SAGEConv", "GraphConv"):
+    if layer.entries is not None or layer.name not in ("SAGEConv", "GraphConv"):
         return layer.transforms_first
     return costs_less_first(sources, targets, edges, layer.inputs, layer.outputs)

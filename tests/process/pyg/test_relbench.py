@@ -80,7 +80,7 @@ def test_future_rows_would_if_times_were_ignored(tmp_path: Path) -> None:
 def test_average_precision_is_that_of_the_lists_of_best_items(tmp_path: Path, ranks: int) -> None:
     """Without times in the sampling, so that exported embeddings are those that were ranked."""
     arguments = ["data.temporal_strategy=null", "data.num_neighbors=[-1,-1]", f"trainer.num_nodes={ranks}"]
-    arguments += ["trainer.max_epochs=2", "model.eval_k=7", "+model.filtered=false", "model.score=val/map@7"]
+    arguments += ["trainer.max_epochs=2", "model.eval_k=7", "model.filtered=false", "model.score=val/map@7"]
     scores = links(tmp_path, "past", *arguments)
     ok(forked.gtrain("export", f"run={tmp_path}/run", f"output={tmp_path}/items.npy", cwd=tmp_path))
     items, users = np.load(tmp_path / "items.npy"), np.load(tmp_path / "items.npy.types/users.npy")

@@ -11,7 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.nn import GAT, GCN, GIN, GATConv, GCNConv, GraphConv, GraphSAGE, HeteroConv, SAGEConv, SGConv
+from torch_geometric.nn import (
+    GAT,
+    GCN,
+    GIN,
+    GATConv,
+    GCNConv,
+    GINConv,
+    GraphConv,
+    GraphSAGE,
+    HeteroConv,
+    SAGEConv,
+    SGConv,
+)
 
 from gtrain.engine.local import LocalEngine
 from gtrain.nn import Csr
@@ -69,9 +81,13 @@ CASES = {
     "graphsage of three layers": (lambda: GraphSAGE(IN, 16, 3, 4), True),
     "gcn of two layers": (lambda: GCN(IN, 16, 2, 4), True),
     "two layers of gat": (lambda: GAT(IN, 16, 2, 4, heads=2), True),
-    "gin": (lambda: GIN(IN, 16, 2, 4), False),
+    "gin of two layers": (lambda: GIN(IN, 16, 2, 4), True),
+    "gin": (lambda: GINConv(nn.Sequential(nn.Linear(IN, 9), nn.ReLU(), nn.Linear(9, 5)), 0.3, train_eps=True), True),
+    "gin, linear": (lambda: GINConv(nn.Linear(IN, 9, bias=False)), True),
+    "gin of something else": (lambda: GINConv(nn.Sequential(nn.Tanh(), nn.Linear(IN, 9))), False),
 }
 """The layers, and whether they multiply before they sum, so that the features stay in CSR form."""
+ONE = ("sage", "graph", "gat", "gin")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -88,7 +104,7 @@ def test_a_layer_equals_that_of_dense_features(name: str, engine: LocalEngine) -
     assert is_compressed(x) == stays
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.split(",")[0].split()[0] in ("sage", "graph", "gat")])
+@pytest.mark.parametrize("name", [name for name in CASES if name.split()[0].strip(",") in ONE and "layers" not in name])
 def test_the_first_rows_are_the_targets_of_a_batch(name: str, engine: LocalEngine) -> None:
     make, stays = CASES[name]
     module = make().double()
@@ -101,7 +117,7 @@ def test_the_first_rows_are_the_targets_of_a_batch(name: str, engine: LocalEngin
     assert is_compressed(x) == stays
 
 
-@pytest.mark.parametrize("name", ["sage", "graph", "gcn", "gat"])
+@pytest.mark.parametrize("name", ["sage", "graph", "gcn", "gat", "gin"])
 def test_autocast_rounds_products_alone(name: str, engine: LocalEngine) -> None:
     data, conv = graph(), CASES[name][0]().float()
     dense = data["x"].float()

@@ -13,7 +13,7 @@ import torch
 from helpers import REPO
 from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import HeteroData
-from torch_geometric.nn import GATConv, HeteroConv, RGCNConv
+from torch_geometric.nn import GATConv, GINConv, HeteroConv, RGCNConv, SAGEConv
 
 from gtrain.cli.auto import Candidate, race_folders
 from gtrain.errors import ConfigError
@@ -43,10 +43,22 @@ def test_terms_are_their_formulas_with_the_numbers_put_in() -> None:
 
 def test_relational_layers_are_described_by_what_an_edge_reads() -> None:
     network = torch.nn.ModuleList([IdRGCNConv(40, 8, 5), RGCNConv(8, 3, 5, root_weight=False)])
-    of_ids, of_features = _layers(network, {"model": {}}, dense=False)
+    of_ids, of_features = _layers(network, {"model": {}}, False, None)
     assert (of_ids.kind, of_ids.width, of_ids.weights, of_ids.pair_weights) == (IDS, 8, 0, 0)
     assert (of_features.kind, of_features.width, of_features.pair_weights) == (RELATIONAL, 8, 24)
     assert of_ids.sums_forward and of_ids.sums_backward and of_features.sums_backward
+
+
+def test_layers_over_features_in_csr_form_multiply_them_first() -> None:
+    """A layer reads their entries: its sums are as wide as the products, and no product reads 1000 columns."""
+    network = torch.nn.Sequential(torch.nn.Linear(1000, 8), torch.nn.ReLU(), torch.nn.Linear(8, 64))
+    config: dict[str, Any] = {"model": {}}
+    for conv, width, columns, others in ((SAGEConv(1000, 32), 32, 64, 0), (GINConv(network), 8, 8, 8 * 64)):
+        (dense,), (sparse,) = (_layers(conv, config, True, entries) for entries in (None, 6.5))
+        assert not sparse.constant or sparse.sums_forward
+        assert (sparse.transforms_first, sparse.width) == (True, width)
+        assert (sparse.entries, sparse.sparse_columns, sparse.weights) == (6.5, columns, others)
+        assert dense.entries is None and dense.weights == others + 1000 * columns
 
 
 @pytest.mark.parametrize(("limits", "ranks"), [((1.0, 1.0), True), ((0, 1.0), True), ((0, 0), False)])
