@@ -24,7 +24,7 @@ from gtrain.callbacks import biggraph
 from gtrain.callbacks.relations import ScoringModel, files_beside, write_beside
 from gtrain.callbacks.smoothing import Smoothing
 from gtrain.data.batches.loader import target_type
-from gtrain.errors import ConfigError
+from gtrain.errors import ConfigError, DataError
 from gtrain.graph.store import Store
 from gtrain.graph.store.entities import entity_types
 from gtrain.graph.store.manifest import safe_name
@@ -47,7 +47,7 @@ class NodeIds:
     Attributes:
         names: their names by id; None: ids are numbers.
         columns: the columns of their key in the source data.
-        types: type of each column, ``int64`` or ``string``.
+        types: type of each column: ``int64``, ``uint64`` or ``string``.
     """
 
     names: Names | None
@@ -486,10 +486,20 @@ def write_parquet(
 
 
 def write_tsv(path: Path, values: Rows, nodes: NodeIds, node_type: str) -> None:
-    """Write a line per node: its name or id, then its numbers, separated by tabs. As :func:`write_parquet`."""
+    """Write a line per node: its name or id, then its numbers, separated by tabs. As :func:`write_parquet`.
+
+    Raises:
+        DataError: a name has a tab or a line break.
+    """
+    fields = max(len(nodes.columns), 1)
     with open(path, "w", encoding="utf-8") as handle:
         for ids, block in blocks(values):
             for name, row in zip(nodes.texts(ids), block, strict=True):
+                if "\n" in name or "\r" in name or name.count("\t") >= fields:
+                    raise DataError(
+                        f"the name {name!r} has a tab or a line break, which a line of {path} cannot hold",
+                        hint="write a Parquet file: output=FILE.parquet",
+                    )
                 numbers = "\t".join(f"{value:.9g}" for value in row.tolist())
                 handle.write(f"{name}\t{numbers}\n")
 

@@ -108,7 +108,13 @@ def _scipy_graph(adjacency: Any, x: Any, y: Any) -> Data:
     elif x is not None:
         data.x = torch.as_tensor(np.asarray(x), dtype=torch.float32)
     if y is not None:
-        data.y = torch.as_tensor(np.asarray(y))
+        labels = np.asarray(y)
+        if labels.dtype.kind not in "biuf":
+            raise ConfigError(
+                f"labels of dtype {labels.dtype} were given.",
+                hint="give class numbers: names, y = numpy.unique(y, return_inverse=True).",
+            )
+        data.y = torch.as_tensor(labels)
     return data
 
 

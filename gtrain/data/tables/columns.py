@@ -212,7 +212,9 @@ def side_by_side(blocks: Sequence[Block]) -> Tensor:
 
 
 def present(column: Any, table: Table) -> Any:
-    """Return a column in which texts that mean a missing value are null, and others have no blanks around them."""
+    """Return a column in which NaN and texts that mean a missing value are null, and texts have no outer blanks."""
+    if pa.types.is_floating(column.type) and pc.any(nan := pc.is_nan(column)).as_py():
+        return pc.if_else(nan, pa.scalar(None, column.type), column)
     if not is_text(column.type):
         return column
     trimmed = pc.utf8_trim_whitespace(column)
@@ -228,6 +230,8 @@ def _kind(column: Any) -> str:
     if is_date(dtype):
         return "date"
     if is_list(dtype):
+        if types.is_nested(dtype.value_type):
+            return "ignore"
         return "vector" if types.is_floating(dtype.value_type) else "list"
     if not is_text(dtype):
         return "ignore"

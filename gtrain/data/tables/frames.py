@@ -44,7 +44,7 @@ def as_table(frame: Any) -> Any:
         if hasattr(frame, "to_arrow"):
             return frame.to_arrow()
         if hasattr(frame, "iloc"):
-            return pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata()
+            return pa.Table.from_pandas(_with_index(frame), preserve_index=False).replace_schema_metadata()
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise ConfigError(
             f"a data frame cannot be read: {str(error).splitlines()[0]}",
@@ -55,16 +55,60 @@ def as_table(frame: Any) -> Any:
     )
 
 
+def _with_index(frame: Any) -> Any:
+    """Return a frame of pandas in which an index with names is columns.
+
+    Raises:
+        ConfigError: an index without a name holds texts.
+    """
+    if all(name is not None for name in frame.index.names):
+        try:
+            return frame.reset_index()
+        except ValueError as error:  # a column has the name
+            raise ConfigError(
+                f"the index of a data frame cannot become a column: {error}.",
+                hint="rename it, or leave it out by frame.reset_index(drop=True).",
+            ) from error
+    if frame.index.nlevels > 1 or frame.index.inferred_type == "string":
+        raise ConfigError(
+            "a data frame has an index without a name, which would be lost.",
+            hint="frame.rename_axis('id').reset_index() makes it a column; frame.reset_index(drop=True) leaves it out.",
+        )
+    return frame
+
+
 def of_networkx(graph: Any, label: str | None) -> dict[str, Any]:
-    """Return the settings ``nodes`` and ``edges`` of a graph of networkx."""
-    key = "id"
-    node_rows = [{**attributes, key: node} for node, attributes in graph.nodes(data=True)]
-    edge_rows = [{**attributes, "source": a, "target": b} for a, b, attributes in graph.edges(data=True)]
+    """Return the settings ``nodes`` and ``edges`` of a graph of networkx.
+
+    Nodes that are neither all whole numbers nor all strings are named by ``str``.
+
+    Raises:
+        ConfigError: two nodes have one name, or an attribute has values of different types.
+    """
+    whole = all(type(node) is int for node in graph)
+    names = {node: node if whole else str(node) for node in graph}
+    if len(set(names.values())) < len(names):
+        raise ConfigError(
+            "two nodes of a networkx graph have the same name as text, such as 1 and '1'.",
+            hint="networkx.convert_node_labels_to_integers numbers them.",
+        )
+    attributes = {name for _, values in graph.nodes(data=True) for name in values}
+    of_edges = {name for *_, values in graph.edges(data=True) for name in values}
+    key, source, target = _free("id", attributes), _free("source", of_edges), _free("target", of_edges)
+    node_rows = [{**values, key: names[node]} for node, values in graph.nodes(data=True)]
+    edge_rows = [{**values, source: names[a], target: names[b]} for a, b, values in graph.edges(data=True)]
     nodes = {"frame": _rows(node_rows), "key": key, **({} if label is None else {"label": label})}
-    frame = _rows(edge_rows or [{"source": None, "target": None}]).slice(0, len(edge_rows))
+    frame = _rows(edge_rows or [{source: None, target: None}]).slice(0, len(edge_rows))
     weight = {"weight": "weight"} if "weight" in frame.column_names else {}
-    edges = {"frame": frame, "source": "source", "target": "target", "undirected": not graph.is_directed(), **weight}
+    edges = {"frame": frame, "source": source, "target": target, "undirected": not graph.is_directed(), **weight}
     return {"nodes": nodes, "edges": edges}
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """Return a name that no attribute has."""
+    while name in taken:
+        name += "_"
+    return name
 
 
 def _rows(rows: list[dict[str, Any]]) -> Any:

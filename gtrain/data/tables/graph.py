@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import sys
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
+import cloudpickle
 import numpy as np
 import pyarrow as pa
 import torch
@@ -254,7 +257,7 @@ class TableData(GraphDataModule[T]):
         if chosen.label is not None and chosen.label in labels.types:
             result["y"] = self._labels(nodes, labels, chosen.label, rows, len(keys))
         if chosen.split is not None and chosen.split in labels.types:
-            result |= masks(read_split(labels, chosen.split), rows, len(keys))
+            result |= masks(read_split(labels, chosen.split), rows, len(keys), labels)
         return result
 
     def _labels(
@@ -434,7 +437,8 @@ class TableData(GraphDataModule[T]):
     def _stamps(self, place: Place) -> Any:
         if place.frame is not None:
             if place.key not in self._digests:
-                self._digests[place.key] = _digest(*(batch.serialize() for batch in place.frame.to_batches()))
+                schema, batches = place.frame.schema, place.frame.to_batches()  # without names and types
+                self._digests[place.key] = _digest(schema.serialize(), *(batch.serialize() for batch in batches))
             return self._digests[place.key]
         if place.path is not None:
             return [file_stamp(path) for path in find_files(f"{place.key}.path", place.path, self.root)]
@@ -514,7 +518,23 @@ def _plain(value: Any) -> Any:
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, partial):
         return [_plain(value.func), [str(argument) for argument in value.args], _plain(value.keywords)]
-    return f"{value.__module__}.{value.__qualname__}" if callable(value) else value
+    return _function(value) if callable(value) else value
+
+
+def _function(function: Callable[..., Any]) -> Any:
+    """Return what identifies a function: its name, and what it consists of unless it can be imported by that name."""
+    module = getattr(function, "__module__", None) or type(function).__module__
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    found: Any = None if module == "__main__" else sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is function:
+        return f"{module}.{name}"
+    try:
+        content = cloudpickle.dumps(function)
+    except Exception:  # of any object that it refers to
+        content = os.urandom(16)  # not comparable: no store is used again
+    return [f"{module}.{name}", _digest(content)]
 
 
 def _digest(*parts: Any) -> str:

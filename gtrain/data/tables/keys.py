@@ -29,7 +29,7 @@ class KeyForm:
 
     Attributes:
         columns: names of the key's columns.
-        types: type of each: ``int64`` or ``string``.
+        types: type of each: ``int64``, ``uint64`` or ``string``.
     """
 
     columns: tuple[str, ...]
@@ -76,9 +76,14 @@ def edge_ends(
 
 def key_form(table: Table, columns: Sequence[str]) -> KeyForm:
     """Return how keys of these columns are written back."""
-    types = (table.types[name] for name in columns)
-    whole = [pa.types.is_integer(dtype.value_type if is_list(dtype) else dtype) for dtype in types]
-    return KeyForm(tuple(columns), tuple("int64" if is_int else "string" for is_int in whole))
+    types = [table.types[name] for name in columns]
+    return KeyForm(tuple(columns), tuple(_form(dtype.value_type if is_list(dtype) else dtype) for dtype in types))
+
+
+def _form(dtype: Any) -> str:
+    if pa.types.is_uint64(dtype):
+        return "uint64"
+    return "int64" if pa.types.is_integer(dtype) else "string"
 
 
 class NodeKeys:

@@ -32,6 +32,8 @@ SPLITS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 """The splits by the words for them, in any case."""
+_CODE = "^[+-]?0[0-9]"
+"""Texts such as 01, which are no numbers: 1 would be another class."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +185,22 @@ def read_split(table: Table, name: str) -> NDArray[Any]:
     return np.array([splits[value] for value in column.to_pylist()], dtype=object)
 
 
-def masks(splits: NDArray[Any], rows: Ints, num_nodes: int) -> dict[str, Tensor]:
-    """Return the masks ``[N]`` of the splits of rows."""
+def masks(splits: NDArray[Any], rows: Ints, num_nodes: int, table: Table) -> dict[str, Tensor]:
+    """Return the masks ``[N]`` of the splits of rows.
+
+    Raises:
+        DataError: two rows of a node have different splits; names file and rows.
+    """
+    given = np.flatnonzero(splits != None)  # noqa: E711 - an array of objects
+    order = given[np.argsort(rows[given], kind="stable")]
+    same = rows[order[1:]] == rows[order[:-1]]
+    if (pair := first_true(same & (splits[order[1:]] != splits[order[:-1]]))) is not None:
+        first, second = order[pair], order[pair + 1]
+        raise DataError(
+            f"{table.row(second)}: the node is in the split {splits[second]}, and in {splits[first]} by "
+            f"{table.row(first)}",
+            hint="give each node one split",
+        )
     result = {}
     for mask in MASKS:
         result[mask] = torch.zeros(num_nodes, dtype=torch.bool)
@@ -219,7 +235,10 @@ def _values(column: Any, name: str, table: Table) -> Any:
         return column.cast(pa.int64())
     if is_text(dtype):
         distinct = pc.unique(column).drop_null()
-        for dtype in (pa.int64(), pa.float64()):  # pandas writes whole numbers as 1.0 if some are missing
+        codes = pc.any(pc.match_substring_regex(distinct, _CODE)).as_py()
+        for dtype in (
+            () if codes else (pa.int64(), pa.float64())
+        ):  # pandas writes whole numbers as 1.0 if some are missing
             try:
                 distinct.cast(dtype).cast(pa.int64())
                 return column.cast(dtype).cast(pa.int64())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 import tempfile
 from abc import ABC, abstractmethod
@@ -223,7 +224,7 @@ class TextTable(_Files):
                     str(path),
                     # One thread: with several, messages do not tell the row.
                     pa.csv.ReadOptions(use_threads=False, column_names=names, block_size=1 << 22),
-                    pa.csv.ParseOptions(delimiter=self._separators[path]),
+                    pa.csv.ParseOptions(delimiter=self._separators[path], newlines_in_values=True),
                     pa.csv.ConvertOptions(
                         column_types=dict.fromkeys(known, pa.string()),
                         include_columns=None if columns is None else list(columns),
@@ -235,7 +236,8 @@ class TextTable(_Files):
             raise self._malformed(f"{self.place.key}: {path}", error) from error
 
     def _header(self, path: Path) -> list[str]:
-        options = pa.csv.ReadOptions(use_threads=False), pa.csv.ParseOptions(delimiter=self._separators[path])
+        parsing = pa.csv.ParseOptions(delimiter=self._separators[path], newlines_in_values=True)
+        options = pa.csv.ReadOptions(use_threads=False), parsing
         return list(pa.csv.open_csv(str(path), *options).schema.names)
 
     def _separator(self, path: Path) -> str:
@@ -346,7 +348,8 @@ def query_files(place: Place) -> list[Path]:
     """Return the files that a query names in quotes, as far as they exist."""
     text = place.duckdb or place.polars or ""
     named = re.findall(r"'([^']+)'", text)
-    return [path for name in named for path in sorted(Path().glob(name) if "*" in name else [Path(name)])]
+    paths = [Path(path) for name in named if name.strip("*") for path in sorted(glob.glob(name, recursive=True))]
+    return [path for path in paths if path.is_file()]
 
 
 def _query(place: Place, scratch: Path) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -133,3 +134,68 @@ def test_a_fraction_may_not_be_a_class(tmp_path: Path) -> None:
     data = GraphDataModule.from_pyg(typed, store=str(tmp_path), num_parts=1, train_fraction=0.5, val_fraction=0.25)
     data.prepare_data()
     assert data.facts["target"] == "house" and data.facts["label_scale"]["deviation"] > 0
+
+
+def test_names_and_types_of_columns_identify_a_frame(tmp_path: Path) -> None:
+    one = pa.table({"id": [0, 1, 2], "team": [0, 1, 0], "guess": [1, 1, 0]})
+    others = [
+        one.rename_columns(["id", "guess", "team"]),
+        one.cast(pa.schema([(n, pa.uint64()) for n in one.schema.names])),
+    ]
+    make = [
+        GraphDataModule.from_frames(nodes={"frame": t, "label": "team"}, store=str(tmp_path)) for t in (one, *others)
+    ]
+    assert len({data.store_path for data in make}) == 3
+    assert [data.read().y.tolist() for data in make] == [[0, 1, 0], [1, 1, 0], [0, 1, 0]]
+
+
+def test_what_an_encoder_computes_identifies_the_store(tmp_path: Path) -> None:
+    class Encoder:
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def encode(self, texts: Any) -> np.ndarray:
+            return np.full((len(texts), 2), self.value, np.float32)
+
+        __call__ = encode
+
+    def store(encoder: Any) -> Any:
+        columns = {"kind": {"kind": "text", "encoder": encoder}}
+        nodes = {"frame": pa.table(NODES), "columns": columns}
+        return GraphDataModule.from_frames(nodes=nodes, store=str(tmp_path)).store_path
+
+    paths = [store(e) for e in (Encoder(1).encode, Encoder(2).encode, Encoder(3), lambda t: Encoder(4).encode(t))]
+    assert len(set(paths)) == 4 and store(Encoder(1).encode) == paths[0]
+
+
+def test_an_index_of_pandas_is_a_column_or_refused(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"rank": [2, 1, 3], "team": list("rbr")}, index=pandas.Index([1, 2, 3], name="id"))
+    edges = pandas.DataFrame({"source": [1, 2], "target": [2, 3]})
+    nodes = {"frame": frame, "label": "team"}
+    data = GraphDataModule.from_frames(nodes=nodes, edges=edges[edges.source > 0], store=str(tmp_path))
+    assert data.read().edge_index.tolist() == [[0, 1], [1, 2]]
+    for wrong in (frame.rename_axis("rank"), frame.set_axis(list("abc"))):
+        with pytest.raises(ConfigError, match=r"index of a data frame|index without a name"):
+            GraphDataModule.from_frames(nodes=wrong, store=str(tmp_path))
+
+
+def test_names_of_networkx_do_not_collide(tmp_path: Path) -> None:
+    networkx = pytest.importorskip("networkx")
+    graph = networkx.grid_2d_graph(2, 2)
+    for number, (node, values) in enumerate(graph.nodes(data=True)):
+        values |= {"id": number + 100, "z": number % 3}
+        graph.nodes[node]["id"] = number + 100
+    networkx.set_edge_attributes(graph, 3.0, "source")
+    data = GraphDataModule.from_networkx(graph, store=str(tmp_path))
+    read = data.read()
+    assert read.x.size(1) == 2 and read.edge_index.size(1) == 8
+    assert data.names()["node"].to_pylist() == [str(node) for node in graph]
+    with pytest.raises(ConfigError, match="two nodes"):
+        GraphDataModule.from_networkx(networkx.Graph([(1, "1")]), store=str(tmp_path))
+
+
+def test_labels_of_scipy_that_are_names(tmp_path: Path) -> None:
+    sparse = pytest.importorskip("scipy.sparse")
+    with pytest.raises(ConfigError, match="labels of dtype <U1"):
+        GraphDataModule.from_scipy(sparse.eye(3), None, np.array(["a", "b", "a"]), store=str(tmp_path)).read()

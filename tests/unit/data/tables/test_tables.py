@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
 
+from gtrain.callbacks.predictions import NodeIds
 from gtrain.data.sources.tables import TablesData
 from gtrain.errors import DataError, GtrainError
 
@@ -403,3 +404,46 @@ def test_columns_of_labels_in_a_table_of_their_own_are_described(write: Write, t
     found = [(fact.table, fact.name, fact.role) for fact in data(tmp_path, nodes=nodes).columns()]
     own, apart = "data.nodes", "data.nodes.labels"
     assert found == [(own, "id", "key"), (own, "at", "time"), (apart, "id", "key"), (apart, "kind", "label")]
+
+
+def test_line_breaks_in_quotes_of_a_large_file(write: Write, tmp_path: Path) -> None:
+    """Blocks of the reader end within quotes."""
+    note = "".join(f"{number},ab,note\n" for number in range(80))
+    rows = "".join(f'k{row},{"xy"[row % 2]},"{note}"\n' for row in range(6000))
+    nodes = {"path": write("notes.csv", "id,team,note\n" + rows), "label": "team", "columns": {"note": "ignore"}}
+    source = data(tmp_path, nodes=nodes)
+    assert source.read().num_nodes == 6000 and source.extra_facts()["label_values"] == ["x", "y"]
+
+
+def test_a_node_has_one_split(write: Write, tmp_path: Path) -> None:
+    labels = write("labels.csv", "id,part\nann,val\nbob,train\ncy,\nann,val\nann,test\n")
+    nodes = {"path": write("nodes.csv", "id\nann\nbob\ncy\n"), "labels": {"path": labels, "split": "part"}}
+    with pytest.raises(DataError, match=r"labels.csv, line 6: the node is in the split test, and in val by .*, line 5"):
+        data(tmp_path, nodes=nodes).read()
+
+
+def test_texts_that_begin_with_zeros_are_classes_of_their_own(write: Write, tmp_path: Path) -> None:
+    nodes = {"path": write("codes.csv", "id,code\na,01\nb,1\nc,2\n"), "label": "code"}
+    source = data(tmp_path, nodes=nodes)
+    assert source.read().y.tolist() == [0, 1, 2] and source.extra_facts()["label_values"] == ["01", "1", "2"]
+
+
+def test_nan_is_a_missing_category(tmp_path: Path) -> None:
+    table = pa.table({"id": range(6), "code": pa.array([1.0, 2.0, float("nan"), None, 1.0, 2.0])})
+    pq.write_table(table, tmp_path / "codes.parquet")
+    nodes = {"path": str(tmp_path / "codes.parquet"), "columns": {"code": "category"}}
+    rows = [[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 1], [1, 0, 0], [0, 1, 0]]
+    assert data(tmp_path, nodes=nodes).read().x.tolist() == rows
+
+
+def test_large_keys_lists_of_lists_and_absolute_patterns(tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    keys = pa.array([2**63 + 5, 2**64 - 1, 7], pa.uint64())
+    table = pa.table({"id": keys, "deep": [[[1]], [[2]], []], "size": [1.0, 2.0, 3.0]})
+    pq.write_table(table, tmp_path / "deep.parquet")
+    source = data(tmp_path, nodes={"duckdb": f"SELECT * FROM '{tmp_path}/dee*.parquet' WHERE 'x' <> '*'"})
+    source.prepare_data()
+    store = source.open_store()
+    assert store.facts["keys"]["node"]["types"] == ["uint64"]
+    assert NodeIds.of(store, "node").arrays(np.arange(3))[0].equals(keys)
+    assert [column["kind"] for column in store.facts["schema"]["nodes node"]] == ["number"]
