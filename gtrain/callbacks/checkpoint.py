@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -91,6 +93,7 @@ class RunCheckpoint(ModelCheckpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Watch for SIGTERM, and let the agent know that this rank saves a checkpoint after it."""
         super().on_train_start(trainer, pl_module)
+        self._adopt_best(trainer)
         self._stepped = trainer.global_step
         strategy = trainer.strategy
         if isinstance(strategy, GraphStrategy) and strategy.saves_on_request:
@@ -101,6 +104,23 @@ class RunCheckpoint(ModelCheckpoint):
                 assert strategy.cluster_environment is not None
                 address = job_store(strategy.cluster_environment).address
                 leaving.watch(address, roster.key_file, strategy.interruption.request)
+
+    def _adopt_best(self, trainer: pl.Trainer) -> None:
+        """Take the best checkpoint of the run that this one goes on from into its own folder, by links if possible.
+
+        ``gtrain test run=FOLDER`` reads it there, unless a later epoch is better.
+        """
+        before, folder = self.best_model_path, self.dirpath
+        if not before or folder is None or is_address(before) or is_address(folder):
+            return
+        if Path(before).parent == Path(folder):
+            return
+        own = str(Path(folder, Path(before).name))
+        if trainer.is_global_zero:
+            _link(Path(before), Path(own))
+        self.best_model_path = own
+        self.best_k_models = {own if path == before else path: score for path, score in self.best_k_models.items()}
+        self.kth_best_model_path = own if self.kth_best_model_path == before else self.kth_best_model_path
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the agent know that this rank need not save anything any more."""
@@ -210,3 +230,23 @@ class RunCheckpoint(ModelCheckpoint):
             state_dict = {**state_dict, "dirpath": self.dirpath}
         super().load_state_dict(state_dict)
         self.best_epoch = None if self.best_model_score is None else state_dict.get("best_epoch")
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make ``target`` a copy of a checkpoint that shares its files where the file system can."""
+
+    def link(path: str, copy: str) -> None:
+        try:
+            os.link(path, copy)
+        except OSError:
+            shutil.copy2(path, copy)
+
+    new = target.with_name(f"{target.name}.new")
+    for old in (new, target):
+        shutil.rmtree(old, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, new, copy_function=link)
+    else:
+        link(str(source), str(new))
+    new.rename(target)

@@ -50,6 +50,9 @@ def make_loggers(
             argument = _RUN_ID.get(str(node.get("_target_")).rpartition(".")[2])
             if argument is not None and name in ids:
                 node[argument] = ids[name]
+            elif str(node.get("_target_")).endswith("MLFlowLogger") and node.get("run_name") is None:
+                # MLflow draws names from Python's generator, whose seed runs have in common.
+                node["run_name"] = "/".join(folder.absolute().parts[-2:])
             loggers[name] = _connected(name, node, make)
             if argument is not None:
                 ids[name] = str(loggers[name].version)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -201,7 +201,12 @@ class Planning:
             if (reason := sketch.traits.refusal(backends.get(name).serves)) is not None:
                 not_served[name] = reason
                 continue
-            rows += self._rows(name, each, workload, machine)
+            try:
+                rows += self._rows(name, each, workload, machine)
+            except ConfigError as error:  # of its defaults and this number of machines
+                if name == str(self.cfg.strategy.name):
+                    raise
+                not_served[name] = error.message.rstrip(".")
         machines = max((row.run.num_machines for row in rows if row.run is not None), default=1)
         rows.sort(key=lambda row: row.estimate is None)
         return Plan(rows, not_served, workload, machine, machines)
@@ -268,7 +273,7 @@ def planned_run(name: str, settings: dict[str, Any], workload: Workload, machine
 
 
 def least_machines(row: Row) -> Row:
-    """Return the row with the smallest number of machines on which it fits: one that is simulated counts as one."""
+    """Return the row and the smallest number of machines on which it fits: one that is simulated counts as one."""
     assert row.run is not None
     planner, fixed = backends.get(row.strategy).load_planner(), backends.get(row.strategy).serves.limits
     assert planner is not None
@@ -295,7 +300,7 @@ def least_machines(row: Row) -> Row:
         middle = (low + high) // 2
         better = fits(middle)
         low, high, smallest = (low, middle, better) if better is not None else (middle, high, smallest)
-    return smallest
+    return replace(row, machines=smallest.machines)
 
 
 def _ranks(settings: Mapping[str, Any]) -> int:

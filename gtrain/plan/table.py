@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -10,6 +12,7 @@ from gtrain.plan.estimate import DISK, MEMORY, SENT, SERVER_MEMORY, UNITS, Term
 from gtrain.plan.rows import Plan, Row
 from gtrain.units import size
 
+_WIDTH = 120  # of a file or a pipe
 _FEW = 0.005
 """Terms below this share of their quantity are left out of the formulas."""
 
@@ -22,7 +25,7 @@ def show(plan: Plan, *, explain: bool = False, console: Console | None = None) -
         explain: whether the formulas follow, with the numbers put in.
         console: where it is printed; None: standard output.
     """
-    console = console or Console()
+    console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(_table(plan), soft_wrap=False)
     console.print(_data_line(plan), highlight=False, soft_wrap=True)
     for row in plan.rows:
@@ -44,10 +47,11 @@ def _table(plan: Plan) -> Table:
     disks = any(row.estimate and row.estimate.total(DISK) for row in rows)
     table = Table(title="for the largest rank, and an epoch", title_justify="left")
     for heading in ("", "settings"):
-        table.add_column(heading, no_wrap=bool(heading))
+        table.add_column(heading, no_wrap=True)
     columns = ["ranks", "memory", *["of a server"] * servers, "sends", *["disk"] * disks, "seconds", "limit"]
     for heading in [*columns, *["machines"] * least]:
-        table.add_column(heading, justify="left" if heading == "limit" else "right")
+        # Numbers are not cut as long as what limits a row can take several lines instead.
+        table.add_column(heading, justify="left" if heading == "limit" else "right", no_wrap=heading != "limit")
     for row in rows:
         estimate, run = row.estimate, row.run
         assert estimate is not None and run is not None

@@ -35,6 +35,19 @@ def test_a_run_goes_on_and_is_tested_without_its_settings(tmp_path: Path) -> Non
     assert listed[1]["best"] == on["best"]["value"] and listed[0]["folder"] == str(first.relative_to(tmp_path / "runs"))
 
 
+def test_the_best_epoch_of_a_run_is_the_best_of_one_that_goes_on_from_it(tmp_path: Path) -> None:
+    ok(gtrain(*SETTINGS, "trainer.max_epochs=40", "model.optimizer.lr=0.1", "hydra.run.dir=first", cwd=tmp_path))
+    ok(gtrain("run=first", "trainer.max_epochs=41", "hydra.run.dir=on", cwd=tmp_path))
+    first, on = (summary(tmp_path / name) for name in ("first", "on"))
+    assert on["best"] == first["best"] and on["best"]["epoch"] < 39, "no later epoch is better"
+    for verb in ("test", "predict"):
+        ok(gtrain(verb, "run=on", f"hydra.run.dir={verb}", cwd=tmp_path))
+    assert summary(tmp_path / "test")["metrics"]["test/loss"] == first["metrics"]["test/loss"]
+    ok(gtrain("predict", "run=first", "output=before.npy", cwd=tmp_path))
+    ok(gtrain("predict", "run=on", "output=after.npy", "ckpt_path=best", cwd=tmp_path))
+    assert (np.load(tmp_path / "before.npy") == np.load(tmp_path / "after.npy")).all()
+
+
 @pytest.mark.slow
 def test_the_strategy_of_a_run_is_swapped_and_a_job_of_a_sweep_is_a_run(tmp_path: Path) -> None:
     swept = (

@@ -74,7 +74,7 @@ def test_mlflow(folder: Path) -> None:
     names = list(run.data.metrics)
     history = {name: client.get_metric_history(run.info.run_id, name) for name in names}
     check({name: [(each.step, each.value) for each in values] for name, values in history.items()}, folder)
-    assert run.info.status == "FINISHED"
+    assert run.info.status == "FINISHED" and run.info.run_name == f"{folder.name}/run"
     assert run.data.params["data/num_nodes"] == "300" and run.data.params["strategy/name"] == "sar"
 
 

@@ -23,6 +23,22 @@ def planned(folder: Path, *overrides: str) -> dict[str, Any]:
     return {**plan, "rows": dict(zip(names, plan["rows"], strict=True))}
 
 
+def test_the_least_machines_are_told_beside_the_plan_of_those_that_were_asked_for(tmp_path: Path) -> None:
+    plan = planned(tmp_path, *DATA, *RUN, "model=sage", "plan.least=true")
+    row = plan["rows"]["sar 1"]
+    assert (row["ranks"], row["least_machines"]) == (2, 1)
+    assert plan["rows"]["sar 1"] == {
+        **planned(tmp_path, *DATA, *RUN, "model=sage")["rows"]["sar 1"],
+        "least_machines": 1,
+    }
+
+
+def test_a_strategy_whose_defaults_do_not_fit_the_machines_is_left_out(tmp_path: Path) -> None:
+    data = ("data=planted_kg", "data.num_entities=300", "data.num_triples=2500", "model=kg", "data.batch_size=500")
+    plan = planned(tmp_path, *data, *RUN)
+    assert {"ps", "single"} <= set(plan["rows"]) and "num_partitions=1 were set" in plan["not_served"]["pbg"]
+
+
 @pytest.mark.parametrize(
     "model",
     [
