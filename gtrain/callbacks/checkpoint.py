@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -117,7 +115,7 @@ class RunCheckpoint(ModelCheckpoint):
             return
         own = str(Path(folder, Path(before).name))
         if trainer.is_global_zero:
-            _link(Path(before), Path(own))
+            checkpoints.link(Path(before), Path(own))
         self.best_model_path = own
         self.best_k_models = {own if path == before else path: score for path, score in self.best_k_models.items()}
         self.kth_best_model_path = own if self.kth_best_model_path == before else self.kth_best_model_path
@@ -230,23 +228,3 @@ class RunCheckpoint(ModelCheckpoint):
             state_dict = {**state_dict, "dirpath": self.dirpath}
         super().load_state_dict(state_dict)
         self.best_epoch = None if self.best_model_score is None else state_dict.get("best_epoch")
-
-
-def _link(source: Path, target: Path) -> None:
-    """Make ``target`` a copy of a checkpoint that shares its files where the file system can."""
-
-    def link(path: str, copy: str) -> None:
-        try:
-            os.link(path, copy)
-        except OSError:
-            shutil.copy2(path, copy)
-
-    new = target.with_name(f"{target.name}.new")
-    for old in (new, target):
-        shutil.rmtree(old, ignore_errors=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if source.is_dir():
-        shutil.copytree(source, new, copy_function=link)
-    else:
-        link(str(source), str(new))
-    new.rename(target)

@@ -22,7 +22,7 @@ from gtrain.engine.schedule import Schedule
 
 
 def first_linear(network: nn.Module) -> Any:
-    """Return the linear layer that a network of GIN begins with; None if it begins otherwise, or hooks observe it."""
+    """Return the linear layer that comes first in a network of GIN; None if another module does, or hooks see it."""
     layers: Iterable[Any] = [network]
     if type(network) is MLP:
         layers = cast(nn.ModuleList, network.lins)

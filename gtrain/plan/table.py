@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gtrain.console import table_console
 from gtrain.plan.estimate import DISK, MEMORY, SENT, SERVER_MEMORY, UNITS, Term
 from gtrain.plan.rows import Plan, Row
 from gtrain.units import size
 
-_WIDTH = 120  # of a file or a pipe
 _FEW = 0.005
 """Terms below this share of their quantity are left out of the formulas."""
 
@@ -25,7 +23,7 @@ def show(plan: Plan, *, explain: bool = False, console: Console | None = None) -
         explain: whether the formulas follow, with the numbers put in.
         console: where it is printed; None: standard output.
     """
-    console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = console or table_console()
     console.print(_table(plan), soft_wrap=False)
     console.print(_data_line(plan), highlight=False, soft_wrap=True)
     for row in plan.rows:

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from gtrain.config import PathsConfig
+from gtrain.console import table_console
 from gtrain.errors import GtrainError
 from gtrain.record.events import record_folder
 from gtrain.record.run import RunRecord, is_run
@@ -31,7 +30,6 @@ _DEPTH = 5
 """Folders between the given one and a run: ``runs/multirun/<date>/<time>/<job>`` in the current folder."""
 _TAIL_BYTES = 64 << 10
 _CAUSE = 60  # characters
-_WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,8 @@ def main(arguments: list[str]) -> None:
     if options["format"] == "json":
         print(json.dumps([asdict(run) for run in listed], indent=1))
     elif listed:
-        # Pipes and files have no width.
         shown = listed[-int(options["limit"]) :]
-        Console(width=None if sys.stdout.isatty() else _WIDTH).print(_table(shown))
+        table_console().print(_table(shown))
         if len(shown) < len(listed):
             print(f"the newest {len(shown)} of {len(listed)} runs; limit=0 shows all")
     else:

@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gtrain.console import table_console
 from gtrain.record.run import RunRecord, differing
 from gtrain.record.scores import better
 from gtrain.reporting.listing import ListedRun, describe, find_folders
 from gtrain.reporting.watch import COLOURS
 
 FILE = "sweep.csv"
-_WIDTH = 120
 _MISSING = "-"
 
 
@@ -36,7 +35,7 @@ def show(folder: Path) -> None:
     varied = differing([record.settings for record in records])
     settings = {key: [_MISSING if text is None else text for text in texts] for key, texts in varied.items()}
     _write(folder / FILE, jobs, settings)
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = table_console()
     console.print(_table(jobs, settings))
     console.print(f"the table as CSV: {folder / FILE}", highlight=False, soft_wrap=True)
 

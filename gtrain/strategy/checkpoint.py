@@ -48,6 +48,7 @@ from gtrain.protocols import ReturnsNodeIds, network_of
 from gtrain.strategy.folder_sharing import FolderSharing
 from gtrain.strategy.group import Group
 from gtrain.strategy.remote_checkpoint import RemoteCheckpoint
+from gtrain.strategy.tensor_files import keep
 
 FORMAT = 2
 """Of checkpoints with tables of which only changed rows are stored; others have format 1."""
@@ -545,6 +546,24 @@ def remove(path: Path | str) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def link(path: Path, target: Path) -> None:
+    """Make ``target`` the checkpoint at ``path``: hard links to its files, or copies of them on another disk.
+
+    Raises:
+        CheckpointError: ``path`` is not a checkpoint.
+        DataError: the files cannot be created.
+    """
+    path, temporary = find(path), target.with_name(target.name + ".part")
+    remove(temporary)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        shutil.copytree(path, temporary, copy_function=lambda source, copy: keep(Path(source), Path(copy)))
+    else:
+        keep(path, temporary)
+    # The rename makes the copy visible at once and complete.
+    _swap(temporary, target)
 
 
 # ---------------------------------------------------------------------------------------------------- random numbers

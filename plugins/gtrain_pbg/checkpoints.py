@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,9 +24,9 @@ from gtrain.nn import TableSpec
 from gtrain.nn.changed_rows import restored
 from gtrain.nn.recipe import ModelRecipe
 from gtrain.nn.table import BLOCK_ROWS
-from gtrain.strategy.checkpoint import SavedRows, located
+from gtrain.strategy.checkpoint import SavedRows, link, located
 from gtrain.strategy.remote_checkpoint import RemoteCheckpoint
-from gtrain.strategy.tensor_files import keep, mapped
+from gtrain.strategy.tensor_files import mapped
 from gtrain_pbg.partition_store import PIECE, ROWS, file_name
 from gtrain_pbg.tables import PartitionedTable
 from gtrain_pbg.typed import TypedTables, TypePartitioning, partition_types
@@ -88,13 +86,8 @@ def preserve(path: Path | str, epoch: int, interval: int) -> None:
         RemoteCheckpoint(path).preserve(name)
         return
     target = path.with_name(name)
-    if target.exists():
-        return
-    temporary = target.with_name(target.name + ".part")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(path, temporary, copy_function=lambda source, link: keep(Path(source), Path(link)))
-    # The rename makes the copy visible at once and complete.
-    os.rename(temporary, target)
+    if not target.exists():
+        link(path, target)
 
 
 def save_states(folder: Path, shared: Mapping[str, Tensor], recipe: ModelRecipe) -> None:

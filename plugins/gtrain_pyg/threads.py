@@ -44,7 +44,6 @@ class OrderedThreads(Generic[Job, Result]):
         self._function, self._name = function, name
         self._closed = threading.Event()
         self._lanes: list[tuple[SimpleQueue[Any], SimpleQueue[Any]]] = []
-        self._turn = 0
         self._expected: deque[SimpleQueue[Any]] = deque()  # the queues of the next results
         for _ in range(threads):
             self.add_thread()

@@ -525,10 +525,10 @@ def _function(function: Callable[..., Any]) -> Any:
     """Return what identifies a function: its name, and what it consists of unless it can be imported by that name."""
     module = getattr(function, "__module__", None) or type(function).__module__
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
-    found: Any = None if module == "__main__" else sys.modules.get(module)
+    named: Any = None if module == "__main__" else sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is function:
+        named = getattr(named, part, None)
+    if named is function:
         return f"{module}.{name}"
     try:
         content = cloudpickle.dumps(function)

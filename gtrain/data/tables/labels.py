@@ -33,7 +33,7 @@ SPLITS = {
 }
 """The splits by the words for them, in any case."""
 _CODE = "^[+-]?0[0-9]"
-"""Texts such as 01, which are no numbers: 1 would be another class."""
+"""Texts such as 01, which are codes and not numbers: 1 is another class."""
 
 
 @dataclass(frozen=True)

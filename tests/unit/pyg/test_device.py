@@ -381,16 +381,16 @@ def test_threads_make_batches_at_the_same_time() -> None:
 
 @pytest.mark.parametrize("most_threads", [None, 3])
 def test_a_batch_that_is_late_starts_another_thread(most_threads: int | None) -> None:
-    """Job 10 is complete when job 12 has begun, which one thread would not do before job 10 is taken."""
+    """Job 10 is complete when job 12 has started, which one thread would not do before job 10 is taken."""
     stages, names = Stages(), set[str]()
-    begun, sample = threading.Event(), stages.sample
+    started, sample = threading.Event(), stages.sample
 
     def sampling(job: int) -> int:
         names.add(threading.current_thread().name)
         if job == 12:
-            begun.set()
+            started.set()
         if job == 10 and most_threads:
-            assert begun.wait(LIMIT)
+            assert started.wait(LIMIT)
         return sample(job)
 
     stages.sample = sampling  # type: ignore[method-assign]
