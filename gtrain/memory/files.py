@@ -8,12 +8,37 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+# numpy reads a header by ast.literal_eval. Two threads at once may end in a SystemError there: "AST constructor
+# recursion depth mismatch" (seen with CPython 3.11.7).
+_reading_a_header = threading.Lock()
+
+
+def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read the header of a ``.npy`` file; safe in several threads at once.
+
+    Args:
+        file: at its start; it is left at the array's first byte.
+
+    Returns:
+        the array's shape, whether it is in Fortran order, and its dtype.
+
+    Raises:
+        ValueError: it is not a ``.npy`` file of version 1.0.
+    """
+    version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+    if version != (1, 0):
+        raise ValueError(f"it is a .npy file of version {version}")
+    with _reading_a_header:
+        header: tuple[tuple[int, ...], bool, np.dtype[Any]] = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
+    return header
 
 
 def map_array(path: Path) -> NDArray[Any]:
@@ -24,10 +49,7 @@ def map_array(path: Path) -> NDArray[Any]:
         ValueError: it is not a complete ``.npy`` file in C order.
     """
     with path.open("rb") as file:
-        version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
-        if version != (1, 0):
-            raise ValueError(f"it is a .npy file of version {version}")
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
+        shape, fortran, dtype = read_header(file)
         start, size = file.tell(), os.fstat(file.fileno()).st_size
     end = start + dtype.itemsize * math.prod(shape)
     if fortran or dtype.hasobject or end > size:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gtrain.errors import DataError
-from gtrain.memory.files import map_array
+from gtrain.memory.files import map_array, read_header
 
 _BYTES = 1 << 22  # of one read or write
 # Of one read-ahead request: Linux truncates larger ones to the disk's read_ahead_kb (128 by default).
@@ -88,7 +88,7 @@ def read(path: Path, target: Tensor, free: Callable[[int], None] | None = None) 
         DataError: the file cannot be read, or has another shape or dtype.
     """
     with _explaining("read", path), open(path, "rb") as handle:
-        shape, _, dtype = _header(handle)
+        shape, _, dtype = read_header(handle)
         array = target.numpy()
         if shape != array.shape or dtype != array.dtype:
             raise DataError(
@@ -136,12 +136,6 @@ def _bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor, which shares its memory."""
     array = tensor.numpy()
     return array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
-
-
-def _header(handle: object) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
-    version = np.lib.format.read_magic(handle)  # type: ignore[arg-type]
-    assert version == (1, 0)
-    return np.lib.format.read_array_header_1_0(handle)  # type: ignore[arg-type, return-value]
 
 
 def _drop_from_page_cache(descriptor: int) -> None:

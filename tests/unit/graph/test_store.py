@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -193,3 +196,29 @@ def test_mapped_arrays_keep_no_file_open(tmp_path: Path) -> None:
     (tmp_path / "0.npy").write_bytes((tmp_path / "0.npy").read_bytes()[:-1])
     with pytest.raises(ValueError, match="bytes of"):
         map_array(tmp_path / "0.npy")
+
+
+def test_headers_are_read_by_several_threads_at_once(tmp_path: Path) -> None:
+    """numpy's reading of a header is not safe there: a garbage collection lets another thread run within it."""
+    np.save(tmp_path / "a.npy", np.zeros((2, 3)))
+    threshold, interval = gc.get_threshold(), sys.getswitchinterval()
+    gc.set_threshold(5)
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            shapes = set(threads.map(lambda _: _read_beside_garbage(tmp_path / "a.npy"), range(8_000)))
+    finally:
+        gc.set_threshold(*threshold)
+        sys.setswitchinterval(interval)
+    assert shapes == {(2, 3)}
+
+
+def _read_beside_garbage(path: Path) -> tuple[int, ...]:
+    class Cycle:
+        def __del__(self) -> None:
+            """Run Python code in the garbage collection, where another thread may take over."""
+            sum(range(100))
+
+    cycle = Cycle()
+    cycle.itself = cycle  # type: ignore[attr-defined]
+    return map_array(path).shape
