@@ -74,6 +74,18 @@ class DrawsNegatives(Protocol):
 
 
 @runtime_checkable
+class OrdersByQuery(Protocol):
+    """A link model that can train an edge's ends in different steps. By default a step trains both.
+
+    Attributes:
+        by_query: whether training batches have edges ordered by query, and the end that is to be found,
+            ``edge_label_end``: 0 for heads, 1 for tails.
+    """
+
+    by_query: bool
+
+
+@runtime_checkable
 class EncodesNodes(Protocol):
     """A link model whose evaluation scores edges against all nodes. By default evaluation uses training's batches.
 

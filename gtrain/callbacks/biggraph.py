@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class Columns:
 def columns_of(model: ScoringModel, dimension: int) -> Columns:
     """Return PyTorch-BigGraph's columns for the embeddings of a model, of D = ``dimension`` columns."""
     bias = model.bias and why_not(model) is None
-    return Columns(dimension, bias, any(group.operator == "complex_diagonal" for group in model.groups))
+    return Columns(dimension, bias, any(group.operator in ("complex_diagonal", "rotation") for group in model.groups))
 
 
 def write_entities(
@@ -137,6 +138,7 @@ def write_model(folder: Path, final: Path, model: ScoringModel) -> None:
     """
     import h5py
 
+    model = replace(model, groups=tuple(map(_without_rotation, model.groups)))
     columns = columns_of(model, model.groups[0].dimension)
     with h5py.File(folder / f"model.v{_VERSION}.h5", "w") as file:
         file.attrs["format_version"] = 1
@@ -149,6 +151,15 @@ def write_model(folder: Path, final: Path, model: ScoringModel) -> None:
     (folder / "dynamic_rel_names.json").write_text(json.dumps(names))
     (folder / "dynamic_rel_count.txt").write_text(f"{len(names)}\n")
     (folder / "config.json").write_text(json.dumps(_config(model, columns.width, str(final.absolute())), indent=1))
+
+
+def _without_rotation(group: RelationGroup) -> RelationGroup:
+    """Write a rotation, which PyTorch-BigGraph lacks, as the multiplication by complex numbers that it is."""
+    if group.operator != "rotation":
+        return group
+    angles = {direction: parameters["angle"] for direction, parameters in group.parameters.items()}
+    products = {direction: {"real": np.cos(angle), "imaginary": np.sin(angle)} for direction, angle in angles.items()}
+    return replace(group, operator="complex_diagonal", parameters=products)
 
 
 def _datasets(

@@ -33,7 +33,7 @@ class RelationGroup:
         relations: their names.
         weights: factor of each relation's loss, R numbers; None: all 1.
         parameters: by direction (``forwards``; ``backwards`` only with ``model.reciprocal``) and name, ``[R, ...]``:
-            ``vector`` ``[R, D]``, ``matrix`` ``[R, D, D]``, ``real`` and ``imaginary`` ``[R, D / 2]``.
+            ``vector`` ``[R, D]``, ``matrix`` ``[R, D, D]``, ``real``, ``imaginary`` and ``angle`` ``[R, D / 2]``.
     """
 
     heads: str

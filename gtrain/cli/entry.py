@@ -43,6 +43,8 @@ _typed: list[str] = []
 """The command line as the user typed it; Hydra's list of overrides also contains those from a sweeper's file."""
 _inherited: dict[str, str] = {}
 """What set each key that comes from the run that ``run`` names."""
+_sweep: list[DictConfig] = []
+"""The configuration of the sweep whose jobs run; empty if there is none."""
 
 
 class BackendConfigs(SearchPathPlugin):
@@ -66,6 +68,7 @@ class RunFolder(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print the table of the sweep's jobs, and write the comparison of its runs."""
+        _sweep.clear()
         folder = Path(config.hydra.sweep.dir)
         if launchers.is_first() and config.verb in events.RECORDED:
             from gtrain.reporting import sweep
@@ -76,6 +79,7 @@ class RunFolder(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Exit if the sweep's folder is an address."""
+        _sweep[:] = [config]
         try:
             _refuse_address(config, "sweep")
         except ConfigError as error:
@@ -174,7 +178,13 @@ def main() -> None:
             print(notice, file=sys.stderr)
         with _rank_arguments(expanded.arguments) as rank_arguments:
             sys.argv[1:] = rank_arguments
-            _hydra_main()
+            try:
+                _hydra_main()
+            except Exception:
+                # Hydra raises the error of a failed job after the other jobs, and does not end the sweep.
+                for unfinished in tuple(_sweep):
+                    RunFolder().on_multirun_end(unfinished)
+                raise
     except BrokenPipeError:
         # The reader of the pipe, such as head, has closed it.
         # Otherwise the flush at exit fails and prints a traceback.

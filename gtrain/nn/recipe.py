@@ -26,7 +26,7 @@ class EdgeRecipe:
             entity has a row.
         relations: R ids of the data; parameters have a row for each, in this order.
         dimension: D.
-        operator: ``none``, ``translation``, ``diagonal``, ``linear``, ``affine`` or ``complex_diagonal``.
+        operator: ``none``, ``translation``, ``diagonal``, ``linear``, ``affine``, ``complex_diagonal`` or ``rotation``.
         comparator: ``dot``, ``cos``, ``l2`` or ``squared_l2``.
         loss: ``ranking``, ``logistic`` or ``softmax``.
         margin: of the ranking loss.

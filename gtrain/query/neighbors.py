@@ -9,7 +9,7 @@ from gtrain.model.kg.scores import make_comparator
 from gtrain.query.scoring import Blocks, best
 
 METRICS = ("cos", "l2", "dot")
-_LINEAR = ("none", "diagonal", "linear", "complex_diagonal")
+_LINEAR = ("none", "diagonal", "linear", "complex_diagonal", "rotation")
 """Operators g with g(ax) = a g(x)."""
 
 

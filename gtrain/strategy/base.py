@@ -45,7 +45,7 @@ from gtrain.model.inputs import check_weights, unread_data, weight_demand, zero_
 from gtrain.nn import RemoteTableStorage, tables
 from gtrain.nn.dropout import ExactDropout, StepRows, rows_of
 from gtrain.object_store import is_address
-from gtrain.protocols import DrawsNegatives, StoreData, data_of, network_of, trainer_of
+from gtrain.protocols import DrawsNegatives, OrdersByQuery, StoreData, data_of, network_of, trainer_of
 from gtrain.settings import parameters, pop_settings, signature_of
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy import device_memory, trainer_checks
@@ -277,6 +277,8 @@ class GraphStrategy(ParallelStrategy):
         """
         self.trainer = trainer
         settings = trainer_checks.settings_of(trainer, self.root_device, data)
+        if isinstance(module, OrdersByQuery):
+            settings["model.by_query"] = module.by_query
         serves = self.serves if self.lockstep else replace(self.serves, limits={**self.serves.limits, **UNEQUAL_STEPS})
         for key in serves.violated(settings):
             raise not_honoured(self.strategy_name, key, serves.limits, settings)
@@ -481,6 +483,7 @@ class GraphStrategy(ParallelStrategy):
         self._check_data(dataloader)
         module = self.lightning_module
         dataloader.set_num_negatives(module.num_negatives if isinstance(module, DrawsNegatives) else None)
+        dataloader.by_query = isinstance(module, OrdersByQuery) and module.by_query
         trainer, store = self.trainer, dataloader.store
         if trainer is not None and dataloader.split == "train":
             # A resumed run continues with the order of its next epoch.

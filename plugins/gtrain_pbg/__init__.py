@@ -11,6 +11,7 @@ SERVES = Serves(
         **FULL_PRECISION,
         **UNEQUAL_STEPS,
         "trainer.gradient_clip_val": Limit((None, 0), "applies the gradients of a step at once"),
+        "model.by_query": Limit((False,), "trains both ends of an edge in one step"),
         "trainer.accumulate_grad_batches": Limit((1,), "applies the gradients of a step at once"),
         **sampling_limits("draws no neighbours"),
     },

@@ -18,6 +18,7 @@ SERVES = Serves(
     limits={
         **FULL_PRECISION,
         "trainer.gradient_clip_val": Limit((None, 0), "cannot clip the gradients of tables, which no worker has"),
+        "model.by_query": Limit((False,), "trains both ends of an edge in one step"),
         "trainer.accumulate_grad_batches": Limit((1,), "takes a step after every batch; raise data.batch_size"),
         "data.num_neighbors": Limit((None,), "samples neighbours of nodes, not of edges", task="link"),
         **sampling_limits(

@@ -19,10 +19,15 @@ from gtrain.errors import ConfigError
 from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.shard.whole import load_whole_hetero
 from gtrain.graph.store import Store
-from gtrain.memory.heap import give_back_freed
+from gtrain.memory.heap import give_back_freed, keep_freed
+from gtrain.protocols import OrdersByQuery
 from gtrain.strategy.base import GraphStrategy
 from gtrain_single import SERVES
 from gtrain_single.config import SingleConfig
+
+_STEP_MEBIBYTES = 512
+"""Training by query takes many steps in an epoch, each with arrays of the table's size: those below this size are
+kept for the next step."""
 
 
 class SingleStrategy(GraphStrategy):
@@ -52,7 +57,11 @@ class SingleStrategy(GraphStrategy):
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        give_back_freed()
+        module = trainer.lightning_module
+        if isinstance(module, OrdersByQuery) and module.by_query:
+            keep_freed(_STEP_MEBIBYTES)
+        else:
+            give_back_freed()
         super().setup(trainer)
 
     def open_shard(self, store: Store) -> GraphShard | HeteroData:

@@ -51,6 +51,32 @@ class EdgeSeeds:
         edges = ScoredEdges(source, target, extra, edge_id=edge_id)
         return edges if self.negatives is None else self.negatives(edges, edge_id, epoch)
 
+    def query_steps(self, size: int | None, seed: int | None) -> list[tuple[int, Tensor]]:
+        """Cut the edges into the steps of an epoch in which each edge occurs twice: once to find each of its ends.
+
+        The edges of a query, which have the given end and the relation in common, follow each other.
+
+        Args:
+            size: edges of a step; None: all.
+            seed: of the order of queries and steps; None leaves both in ascending order.
+
+        Returns:
+            Steps, each as the end to be found, 0 for heads or 1 for tails, and positions in this split, int64 ``[B]``.
+        """
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        relation = self.extra.get("type")
+        steps: list[tuple[int, Tensor]] = []
+        for end in (0, 1):
+            given = self.index[1 - end]
+            key = given if relation is None or not len(self) else given * (int(relation.max()) + 1) + relation
+            queries, query = key.unique(return_inverse=True)
+            if generator is not None:
+                query = torch.randperm(len(queries), generator=generator)[query]
+            steps += [(end, positions) for positions in query.argsort(stable=True).split(size or max(len(self), 1))]
+        if generator is None:
+            return steps
+        return [steps[number] for number in torch.randperm(len(steps), generator=generator).tolist()]
+
     def known_entries(self, chosen: Tensor) -> dict[str, Tensor]:
         """Return the batch's entries for filtered ranking: all known answers of each chosen seed, in CSR form.
 

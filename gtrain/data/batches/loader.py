@@ -51,6 +51,8 @@ class SeedLoader:
         num_negatives: negatives of each edge that a batch scores, ``dst_neg_index``; 0: none. A strategy sets it to
             the ``num_negatives`` of the module that it trains, see :meth:`set_num_negatives`.
         sampling: how a sampling strategy draws neighbours, and which negative edges a user's module gets.
+        by_query: whether a training step is of edges that are ordered by query, to find one of their ends, see
+            :meth:`EdgeSeeds.query_steps`. A strategy sets it to the ``by_query`` of the module that it trains.
         clock: returns the number of the next epoch if the caller counts epochs.
         node_type: the type of the nodes of ``predict``; None: that of the labels.
     """
@@ -65,6 +67,7 @@ class SeedLoader:
     task: str = "node"
     num_negatives: int = field(default=0, compare=False)
     sampling: Sampling = field(default_factory=Sampling)
+    by_query: bool = field(default=False, compare=False)
     clock: Callable[[], int] | None = field(default=None, compare=False, repr=False)
     node_type: str | None = None
 
@@ -78,9 +81,8 @@ class SeedLoader:
 
     def __len__(self) -> int:
         """Return the optimizer steps of one epoch: 1 for full batch."""
-        if self.batch_size is None:
-            return 1
-        return max(1, -(-self.num_seeds // self.batch_size))
+        steps = 1 if self.batch_size is None else max(1, -(-self.num_seeds // self.batch_size))
+        return 2 * steps if self._orders_queries else steps
 
     @property
     def seeds_are_edges(self) -> bool:
@@ -223,8 +225,10 @@ class SeedLoader:
             for positions in self.step_positions(seeds.numel(), epoch)[first:]:
                 yield with_seeds(graph, seeds[positions])
         else:
-            for step, positions in enumerate(self.step_positions(len(seeds), epoch)[first:], first):
+            for step, (end, positions) in enumerate(self._edge_steps(seeds, epoch)[first:], first):
                 batch = with_edges(graph, seeds, positions, epoch)
+                if end is not None:
+                    batch.edge_label_end = end
                 batch.random_key = self.random_key(epoch, step)
                 yield batch
 
@@ -232,7 +236,23 @@ class SeedLoader:
         """Return, for each step of an epoch, the positions of its seeds among ``count`` seeds, int64."""
         if self.batch_size is None:
             return (torch.arange(count),)
-        return epoch_order(count, self.seed + epoch if self.shuffle else None).split(self.batch_size)
+        return epoch_order(count, self._order_seed(epoch)).split(self.batch_size)
+
+    def _edge_steps(self, seeds: EdgeSeeds, epoch: int) -> Sequence[tuple[int | None, Tensor]]:
+        """Return, for each step of an epoch, the end of edges that is to be found and the positions of the edges.
+
+        The end is 0 for heads, 1 for tails, and None for both.
+        """
+        if self._orders_queries:
+            return seeds.query_steps(self.batch_size, self._order_seed(epoch))
+        return [(None, positions) for positions in self.step_positions(len(seeds), epoch)]
+
+    def _order_seed(self, epoch: int) -> int | None:
+        return self.seed + epoch if self.shuffle else None
+
+    @property
+    def _orders_queries(self) -> bool:
+        return self.by_query and self.seeds_are_edges and self.split == "train"
 
 
 def epoch_order(count: int, seed: int | None) -> Tensor:

@@ -63,7 +63,7 @@ class KGEmbedding(EdgeModel):
         relations: settings of relations, each with a ``name`` (``*``: all without an entry): ``operator``,
             ``weight`` (a factor of its edges' loss) and ``all_negs``.
         dimension: columns of an embedding, D.
-        operator: ``none``, ``translation``, ``diagonal``, ``linear``, ``affine`` or ``complex_diagonal``.
+        operator: ``none``, ``translation``, ``diagonal``, ``linear``, ``affine``, ``complex_diagonal`` or ``rotation``.
         comparator: ``dot``, ``cos``, ``l2`` or ``squared_l2``.
         loss: ``ranking``, ``logistic`` or ``softmax``.
         margin: of the ranking loss.
@@ -75,6 +75,9 @@ class KGEmbedding(EdgeModel):
         num_batch_negs: edges of a chunk, whose ends are each other's negatives.
         num_uniform_negs: nodes drawn for each chunk and side as further negatives.
         all_negs: whether all nodes are negatives, instead of these two kinds.
+        by_query: whether a training step finds one end of its edges, which are ordered by query: by the other end and
+            the relation. An edge occurs twice in an epoch. The sum of losses is the same, and the scores of all nodes
+            are computed once for all edges of a query. For ``all_negs``, ``reciprocal`` and the loss ``softmax``.
         head_negs: whether an edge's head is replaced in training.
         tail_negs: whether an edge's tail is replaced in training.
         self_negs: whether an edge's head is among the negatives of its tail, and its tail among those of its head; for
@@ -99,10 +102,11 @@ class KGEmbedding(EdgeModel):
 
     Shapes:
         batch: a graph with ``orig_id`` [n], rows of the table, and ``edge_label_index`` [2, B];
-        ``edge_label_type`` and ``edge_label_weight`` [B] if edges have relations and weights; ``known_tail_ptr``,
-        ``known_tail``, ``known_head_ptr``, ``known_head`` on validation and test; ``random_key``, the seed of
-        uniform negatives (none: drawn from torch's generator), and ``edge_label_chunk`` [B] where a strategy
-        shared the edges of a step among ranks, see :meth:`deal`.
+        ``edge_label_type`` and ``edge_label_weight`` [B] if edges have relations and weights; ``edge_label_end``
+        with ``by_query``, see :class:`~gtrain.protocols.OrdersByQuery`; ``known_tail_ptr``, ``known_tail``,
+        ``known_head_ptr``, ``known_head`` on validation and test; ``random_key``, the seed of uniform negatives (none:
+        drawn from torch's generator), and ``edge_label_chunk`` [B] where a strategy shared the edges of a step among
+        ranks, see :meth:`deal`.
 
     Raises:
         ConfigError: a setting is unknown or out of range, or the graph has several node types.
@@ -136,6 +140,7 @@ class KGEmbedding(EdgeModel):
         num_batch_negs: int = 50,
         num_uniform_negs: int = 50,
         all_negs: bool = False,
+        by_query: bool = False,
         head_negs: bool = True,
         tail_negs: bool = True,
         self_negs: bool = False,
@@ -162,7 +167,7 @@ class KGEmbedding(EdgeModel):
                 "needs inner products of queries transformed by their relations.",
                 hint="set model.comparator=dot model.reciprocal=true, or model.self_negs=false.",
             )
-        self.num_nodes, self.filtered, self.max_norm = num_nodes, filtered, max_norm
+        self.num_nodes, self.filtered, self.max_norm, self.by_query = num_nodes, filtered, max_norm, by_query
         self._num_candidates = num_candidates
         self._set_optimizers(optimizer, sparse_optimizer, scheduler, monitor)
         types = GraphTypes(entity_types or {"node": num_nodes}, relation_ends, relation_names, num_relations or 1)
@@ -175,6 +180,9 @@ class KGEmbedding(EdgeModel):
             relations=relations,
             weights=relation_weight,
         )
+        if by_query:
+            exact = all(group.all_negs for group in self.schema.groups) and head_negs and tail_negs
+            _check_by_query(exact, loss, reciprocal)
         if relation_prediction:
             _check_relation_prediction(self.schema, comparator)
         self._grouped = GroupedEdges(self.schema)
@@ -291,6 +299,7 @@ class KGEmbedding(EdgeModel):
             tail,
             batch_entry(batch, "edge_label_weight"),
             batch_entry(batch, "edge_label_chunk"),
+            batch_entry(batch, "edge_label_end"),
         )
 
     def deal(self, relation: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
@@ -363,6 +372,11 @@ class KGEmbedding(EdgeModel):
         return self._by_group(replace(edges, tail=tail), score)
 
     def _evaluate(self, batch: Data, split: str) -> EdgeScores:
+        # Ranks need full precision: in bfloat16 many scores are equal.
+        with torch.autocast(batch.orig_id.device.type, enabled=False):
+            return self._evaluate_exactly(batch, split)
+
+    def _evaluate_exactly(self, batch: Data, split: str) -> EdgeScores:
         edges = self._edges(batch)
         self._loss(edges, split, ChunkDraws(batch_entry(batch, "random_key") or 0))  # the same negatives every epoch
         true, negative = self._scored(edges, edges.tail), self._scored(edges, self._drawn(edges, batch.seeds))
@@ -432,6 +446,17 @@ def _check(num_nodes: object, counts: dict[str, int], sizes: dict[str, float], m
         raise ConfigError(
             f"model.max_norm={max_norm} was set, and no vector is that short.",
             hint="set a length above 0, or null for none.",
+        )
+
+
+def _check_by_query(exact: bool, loss: str, reciprocal: bool) -> None:
+    """Check that each end of an edge is classified among all nodes, by scores that the edges of a query share."""
+    if not exact or loss != "softmax" or not reciprocal:
+        raise ConfigError(
+            f"model.by_query=true was set with model.loss={loss} model.reciprocal={str(reciprocal).lower()}"
+            f"{'' if exact else ', and not all nodes are negatives of both ends'}; it computes the cross-entropy of "
+            "each end among all nodes.",
+            hint="set model.all_negs=true model.loss=softmax model.reciprocal=true, or model.by_query=false.",
         )
 
 

@@ -137,18 +137,12 @@ class ComplexDiagonal(Operator):
 
     def __init__(self, num_relations: int, dim: int) -> None:
         super().__init__(num_relations, dim)
-        if dim % 2:
-            raise ConfigError(
-                f"model.dimension={dim} with model.operator=complex_diagonal: {dim} / 2 = {dim / 2} complex numbers.",
-                hint=f"set model.dimension={dim + 1}.",
-            )
+        _check_even("complex_diagonal", dim)
         self.real = nn.Parameter(torch.ones(num_relations, dim // 2))
         self.imaginary = nn.Parameter(torch.zeros(num_relations, dim // 2))
 
     def forward(self, rows: Tensor, relation: Tensor) -> Tensor:
-        real, imaginary = rows.chunk(2, dim=-1)
-        a, b = self.real[relation].unsqueeze(1), self.imaginary[relation].unsqueeze(1)
-        return torch.cat([real * a - imaginary * b, real * b + imaginary * a], dim=-1)
+        return _complex_product(rows, self.real[relation].unsqueeze(1), self.imaginary[relation].unsqueeze(1))
 
     def magnitudes(self, rows: Tensor) -> Tensor:
         """Absolute values of the complex numbers ``[..., D / 2]``."""
@@ -163,6 +157,43 @@ class ComplexDiagonal(Operator):
         return torch.cat([x * z + y * w, x * w - y * z], dim=-1), torch.cat([self.real, self.imaginary], dim=-1)
 
 
+class Rotation(Operator):
+    """``g(x) = exp(i v) * x`` over complex numbers (RotatE with the l2 comparator, Sun et al. 2019).
+
+    The first half of a row is the real part, the second the imaginary one. Angles ``v`` are not regularized.
+
+    Raises:
+        ConfigError: the dimension is odd.
+    """
+
+    def __init__(self, num_relations: int, dim: int) -> None:
+        super().__init__(num_relations, dim)
+        _check_even("rotation", dim)
+        self.angle = nn.Parameter(torch.zeros(num_relations, dim // 2))
+
+    def forward(self, rows: Tensor, relation: Tensor) -> Tensor:
+        angle = self.angle[relation].unsqueeze(1)
+        return _complex_product(rows, angle.cos(), angle.sin())
+
+    def magnitudes(self, rows: Tensor) -> Tensor:
+        """Absolute values of the complex numbers ``[..., D / 2]``."""
+        return _modulus(*rows.chunk(2, dim=-1))
+
+
+def _check_even(operator: str, dim: int) -> None:
+    if dim % 2:
+        raise ConfigError(
+            f"model.dimension={dim} with model.operator={operator}: {dim} / 2 = {dim / 2} complex numbers.",
+            hint=f"set model.dimension={dim + 1}.",
+        )
+
+
+def _complex_product(rows: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Multiply the complex numbers of rows by ``a + ib``."""
+    real, imaginary = rows.chunk(2, dim=-1)
+    return torch.cat([real * a - imaginary * b, real * b + imaginary * a], dim=-1)
+
+
 def _modulus(real: Tensor, imaginary: Tensor) -> Tensor:
     """Return the absolute values; clamping at the least positive number keeps the root's gradient finite at 0."""
     return (real.square() + imaginary.square()).clamp(min=torch.finfo(real.dtype).tiny).sqrt()
@@ -175,6 +206,7 @@ OPERATORS: dict[str, type[Operator]] = {
     "linear": Linear,
     "affine": Affine,
     "complex_diagonal": ComplexDiagonal,
+    "rotation": Rotation,
 }
 
 
@@ -306,7 +338,7 @@ class EdgeScores(nn.Module):
         init_scale: float | None = None,
     ) -> None:
         super().__init__()
-        self.dimension, self.reciprocal, self.bias = dimension, reciprocal, bias
+        self.dimension, self.num_relations, self.reciprocal, self.bias = dimension, num_relations, reciprocal, bias
         self.comparator = make_comparator(comparator)
         self.forwards = make_operator(operator, num_relations, dimension, init_scale)
         self.backwards = make_operator(operator, num_relations, dimension, init_scale) if reciprocal else None
@@ -342,38 +374,50 @@ class EdgeScores(nn.Module):
         queries = self.tail_queries(heads.unsqueeze(1), relation)
         return self.pairs(queries, self.tail_candidates(tails.unsqueeze(1), relation)).squeeze(1)
 
-    def n3_norm(self, heads: Tensor, relation: Tensor, tails: Tensor) -> Tensor:
+    def n3_norm(self, heads: Tensor, relation: Tensor, tails: Tensor, end: int | None = None) -> Tensor:
         """Return the N3 norm of each edge, ``[B]``: the cubed absolute values of embeddings and parameters, summed.
 
-        Shapes:
-            heads and tails ``[B, D]``, relation ``[B]``.
+        Args:
+            heads, tails: ``[B, D]``.
+            relation: ``[B]``.
+            end: 1 for the direction that finds tails, 0 for the other, of reciprocal relations: half of the embeddings'
+                part, and the direction's parameters; None: both directions.
         """
         d = self.dimension
-        parts = [self.forwards.magnitudes(rows[:, :d]) for rows in (heads, tails)]
-        operators = [self.forwards] if self.backwards is None else [self.forwards, self.backwards]
+        rows = [self.forwards.magnitudes(rows[:, :d]).pow(3).sum(-1) for rows in (heads, tails)]
+        parts = rows if end is None else [0.5 * part for part in rows]
         # With reciprocal relations an edge has the parameters of both directions.
-        parts += [part for operator in operators if (part := operator.relation_magnitudes(relation)) is not None]
-        return reduce(torch.add, [part.pow(3).sum(-1) for part in parts])
+        for operator in self._operators(end):
+            if (parameters := operator.relation_magnitudes(relation)) is not None:
+                parts.append(parameters.pow(3).sum(-1))
+        return reduce(torch.add, parts)
 
-    def relation_loss(self, heads: Tensor, relation: Tensor, tails: Tensor) -> Tensor:
+    def relation_loss(self, heads: Tensor, relation: Tensor, tails: Tensor, end: int | None = None) -> Tensor:
         """Return the cross-entropy of classifying each edge's relation among all relations, ``[B]``.
 
         With reciprocal relations it is the sum of both directions, each of which has its scores. They need a
         comparator and an operator of :data:`PREDICTS_RELATIONS`.
 
-        Shapes:
-            heads and tails ``[B, D]``, relation ``[B]``.
+        Args:
+            heads, tails: ``[B, D]``.
+            relation: ``[B]``.
+            end: 1 for the direction that finds tails alone, 0 for the other, of reciprocal relations; None: both.
         """
         d = self.dimension
         heads, tails = heads[:, :d], tails[:, :d]
-        # Static relations transform tails, reciprocal ones the given end.
-        ends = [(tails, heads)] if self.backwards is None else [(heads, tails), (tails, heads)]
         losses = []
-        for operator, (rows, others) in zip((self.forwards, self.backwards), ends, strict=False):
-            assert operator is not None
-            pairs, parameters = operator.linear_form(rows, others)
+        for operator in self._operators(end):
+            # Static relations transform tails, reciprocal ones the given end.
+            tails_found = self.reciprocal and operator is self.forwards
+            pairs, parameters = operator.linear_form(*((heads, tails) if tails_found else (tails, heads)))
             losses.append(F.cross_entropy(pairs @ parameters.T, relation, reduction="none"))
         return torch.stack(losses).sum(0)
+
+    def _operators(self, end: int | None) -> list[Operator]:
+        """Return the operators that transform the given end of edges, when this end is to be found; None: both."""
+        if self.backwards is None:
+            return [self.forwards]
+        return [self.backwards, self.forwards] if end is None else [self.forwards if end else self.backwards]
 
     def _transformed(self, operator: nn.Module, rows: Tensor, relation: Tensor) -> Tensor:
         """Transform all columns but the bias."""

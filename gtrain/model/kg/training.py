@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gtrain.errors import ConfigError
 from gtrain.kernels.splitmix import below, key
+from gtrain.model.kg.queries import Queries
 from gtrain.model.kg.schema import EmbeddingSchema, EntitySpec, GroupSpec
 from gtrain.model.kg.scores import EdgeScores
 
@@ -164,6 +165,7 @@ class Triples:
         weight: float ``[B]``; None: all 1.
         chunk: int64 ``[B]``, the number of each edge's chunk within its group. Set if these edges are only some chunks
             of a step, so that the negatives are those of the whole step; None: they are all edges of the step.
+        end: the end that is to be found in this step, 0 for heads or 1 for tails; None: both.
     """
 
     head: Tensor
@@ -171,6 +173,7 @@ class Triples:
     tail: Tensor
     weight: Tensor | None = None
     chunk: Tensor | None = None
+    end: int | None = None
 
     def __len__(self) -> int:
         return self.head.numel()
@@ -178,7 +181,7 @@ class Triples:
     def select(self, rows: Tensor) -> Triples:
         """Return some of the edges."""
         weight, chunk = (None if value is None else value[rows] for value in (self.weight, self.chunk))
-        return Triples(self.head[rows], self.relation[rows], self.tail[rows], weight, chunk)
+        return Triples(self.head[rows], self.relation[rows], self.tail[rows], weight, chunk, self.end)
 
 
 @dataclass(frozen=True)
@@ -263,6 +266,8 @@ class TrainingLoss:
         # Empty, but computed from the table, so that the loss has a gradient function as on other ranks.
         if not len(edges):
             return tables[0](edges.head).sum(-1)
+        if edges.end is not None:
+            return self._of_one_end(tables, edges, edges.end)
         blocks, device = self._blocks(edges), edges.head.device
         uniform = 0 if self.negatives.all else self.negatives.uniform
         losses, begin = [], 0
@@ -333,6 +338,33 @@ class TrainingLoss:
             losses.append(self.relation_prediction * self.scores.relation_loss(*flat).view(head.shape))
         return torch.stack(losses).sum(0)
 
+    def _of_one_end(self, tables: tuple[RowLookup, RowLookup], edges: Triples, end: int) -> Tensor:
+        """Return twice the loss of finding this end of the edges, ``[B]``: the mean of an edge's two is its loss.
+
+        With the regularizers it reads the rows of queries and of edges' ends at once, from those of all nodes.
+        """
+        every = [rows.squeeze(0) for rows in self._all_rows(tables, edges.head.device)]
+        ids = edges.head, edges.tail
+        queries = Queries(edges.relation, ids[1 - end], ids[end], self.scores.num_relations)
+        chosen = {1 - end: [queries.given], end: []}
+        if regularized := bool(self.n3 or self.relation_prediction):
+            chosen[0], chosen[1] = [*chosen[0], edges.head], [*chosen[1], edges.tail]
+        if every[0] is every[1]:
+            parts = chosen[1 - end] + chosen[end]
+            found = list(every[0][torch.cat(parts)].split([len(part) for part in parts]))
+        else:
+            found = [every[side][part] for side in (1 - end, end) for part in chosen[side]]
+        transform = self.scores.tail_queries if end else self.scores.head_queries
+        rows = transform(found[0].unsqueeze(1), queries.relation).squeeze(1)
+        loss = queries.losses(lambda some: self.scores.all_pairs(some, every[end]), rows, LIMIT // self.sizes[end])
+        if regularized:
+            heads, tails = found[1:] if end else reversed(found[1:])
+            if self.n3:
+                loss = loss + self.n3 * self.scores.n3_norm(heads, edges.relation, tails, end)
+            if self.relation_prediction:
+                loss = loss + self.relation_prediction * self.scores.relation_loss(heads, edges.relation, tails, end)
+        return 2 * loss
+
     def _look_up(self, tables: tuple[RowLookup, RowLookup], ids: tuple[Tensor, ...]) -> list[Tensor]:
         """Return rows of two blocks of heads and two of tails; one lookup per table, because a table may be remote."""
         widths = [block.size(1) for block in ids]
@@ -396,7 +428,8 @@ class TrainingLoss:
         if self.negatives.self_negs:
             given_scores = self.scores.pairs(queries, given).masked_fill(loop, -torch.inf)
             negative = torch.cat([negative, given_scores.unsqueeze(-1)], dim=-1)
-        return self.loss(true, negative)
+        # Sums of exponentials need single precision; products may be in bfloat16.
+        return self.loss(true, negative.to(torch.promote_types(negative.dtype, true.dtype)))
 
 
 class RelationGroup(nn.Module):
@@ -474,7 +507,7 @@ class GroupedEdges(nn.Module):
     def _localized(self, number: int, edges: Triples) -> Triples:
         group, entities = self._schema.groups[number], self._schema.entities
         head, tail = edges.head - entities[group.lhs].first, edges.tail - entities[group.rhs].first
-        return Triples(head, self._numbers(edges)[1][edges.relation], tail, edges.weight, edges.chunk)
+        return Triples(head, self._numbers(edges)[1][edges.relation], tail, edges.weight, edges.chunk, edges.end)
 
     def _numbers(self, edges: Triples) -> tuple[Tensor, Tensor]:
         """Return the group of each relation and its number in that, on the device of the edges."""

@@ -381,7 +381,7 @@ class EdgeLosses:
         x, bias = rows[..., :d], rows[..., d:]
         of = {
             parameter: self._parameters[f"{direction}.{parameter}"]
-            for parameter in ("vector", "matrix", "real", "imaginary")
+            for parameter in ("vector", "matrix", "real", "imaginary", "angle")
             if f"{direction}.{parameter}" in self._parameters
         }
         if name in ("linear", "affine") and not self._static:
@@ -392,9 +392,13 @@ class EdgeLosses:
             y = x @ self._by_edge(of["matrix"]).squeeze(0).transpose(-1, -2)
             if "vector" in of:
                 y = y + self._by_edge(of["vector"])
-        elif name == "complex_diagonal":
+        elif name in ("complex_diagonal", "rotation"):
             real, imaginary = x.chunk(2, dim=-1)
-            a, b = self._by_edge(of["real"]), self._by_edge(of["imaginary"])
+            if name == "rotation":
+                angle = self._by_edge(of["angle"])
+                a, b = angle.cos(), angle.sin()
+            else:
+                a, b = self._by_edge(of["real"]), self._by_edge(of["imaginary"])
             y = torch.cat([real * a - imaginary * b, real * b + imaginary * a], dim=-1)
         else:
             v = self._by_edge(of["vector"])
@@ -445,7 +449,8 @@ class EdgeLosses:
         return torch.stack(losses).sum(0).view(self._shape.chunks, self._shape.slots)
 
     def _magnitudes(self, rows: Tensor) -> Tensor:
-        return _modulus(*rows.chunk(2, dim=-1)) if self._recipe.operator == "complex_diagonal" else rows.abs()
+        is_complex = self._recipe.operator in ("complex_diagonal", "rotation")
+        return _modulus(*rows.chunk(2, dim=-1)) if is_complex else rows.abs()
 
 
 def _modulus(real: Tensor, imaginary: Tensor) -> Tensor:

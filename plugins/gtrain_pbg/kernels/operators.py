@@ -4,6 +4,7 @@
 - ``diagonal``: ``y = a * x`` (DistMult, Yang et al. 2015)
 - ``complex_diagonal``: ``y = (a + ib) * x`` over complex numbers (ComplEx, Trouillon et al. 2016), the real parts in
   the first half of a row
+- ``rotation``: the same, with ``a = cos v`` and ``b = sin v`` (RotatE, Sun et al. 2019)
 
 Parameters have a row for each relation: a ``[R, D]``; complex_diagonal: a and b ``[R, D / 2]``. Linear operators are
 matrix products; see :mod:`gtrain_pbg.step.relations`.

@@ -17,6 +17,7 @@ OPERATOR_CODES = {
     "translation": kernels.TRANSLATION,
     "diagonal": kernels.DIAGONAL,
     "complex_diagonal": kernels.COMPLEX,
+    "rotation": kernels.COMPLEX,
 }
 PARAMETERS = {
     "none": (),
@@ -25,6 +26,7 @@ PARAMETERS = {
     "linear": ("matrix",),
     "affine": ("matrix", "vector"),
     "complex_diagonal": ("real", "imaginary"),
+    "rotation": ("angle",),
 }
 """Names of an operator's parameters."""
 KERNEL_RULES = {"sgd": updates.SGD, "adagrad": updates.ADAGRAD, "rowwise_adagrad": updates.ROWWISE}
@@ -95,10 +97,23 @@ class RelationOperator:
         self.name, self.weights = name, weights
         self.is_linear = name in ("linear", "affine")
         empty = RelationWeights(torch.empty(1, 1, dtype=work.dtype), torch.empty(1, 0))
-        pair = ([] if self.is_linear else list(weights.values())) or [empty]
+        # The real and imaginary parts of the rotations of the batch's relations, as an operator for kernels.
+        self._turns: tuple[RelationWeights, RelationWeights] | None = None
+        if name == "rotation":
+            angle = weights["angle"].value
+            self._turns = tuple(RelationWeights(torch.empty_like(angle), torch.empty(len(angle), 0)) for _ in range(2))  # type: ignore[assignment]
+        pair = list(self._turns or ([] if self.is_linear else weights.values())) or [empty]
         first, second = pair[0], pair[-1]
         arrays = (tensor.numpy() for tensor in (first.value, second.value, first.gradient, second.gradient))
         self.arrays = kernels.OperatorArrays(OPERATOR_CODES.get(name, kernels.NONE), *arrays)
+
+    def prepare(self, relation: Tensor) -> None:
+        """Read the parameters of a batch's relations ``[B]``; called before its first :meth:`forward`."""
+        if self._turns is not None:
+            rows = relation.unique()
+            angle = self.weights["angle"].value[rows]
+            for turn, value in zip(self._turns, (angle.cos(), angle.sin()), strict=True):
+                turn.value[rows] = value
 
     def forward(self, rows: Tensor, layout: BatchLayout, relation: Tensor, result: Tensor, low: Tensor | None) -> None:
         """Transform the rows of a side's edges ``[Z, D]`` by their relations ``[B]`` into ``[B, D]``."""
@@ -155,12 +170,19 @@ class RelationOperator:
             with_rows: whether heads and tails count, or the parameters alone.
         """
         heads_tails, gradients = (tuple(end.numpy() for end in pair) for pair in (ends, by_ends))
-        with_relation = bool(self.weights) and not self.is_linear
+        with_relation = bool(self.weights) and not self.is_linear and self._turns is None
         edges = relation.numpy(), weight.numpy()
         norm: float = kernels.regularize(self.arrays, heads_tails, gradients, *edges, with_rows, with_relation)
         return norm
 
     def update(self, touched: Array, count: int, rule: UpdateRule) -> None:
         """Apply the gradients of these relations."""
+        if self._turns is not None:
+            rows = torch.from_numpy(touched[:count])
+            real, imaginary = self._turns
+            # With z = exp(i v): dz / dv = i z.
+            by_angle = real.value[rows] * imaginary.gradient[rows] - imaginary.value[rows] * real.gradient[rows]
+            self.weights["angle"].gradient[rows] = by_angle
+            real.gradient[rows] = imaginary.gradient[rows] = 0.0
         for weights in self.weights.values():
             weights.update(touched, count, rule)

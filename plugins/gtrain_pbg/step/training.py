@@ -92,6 +92,9 @@ class TrainingStep:
             return 0.0, 0.0
         recipe, tables = self.recipe, (heads, tails)
         weight, total = self._weights(batch)
+        for operator in (self._forwards, self._backwards):
+            if operator is not None:
+                operator.prepare(batch.relation)
         if self._chunks is not None:
             lost = self._chunks(batch, tables, weight, table_rule)
             self._update_relations(batch.relation, (), relation_rule)

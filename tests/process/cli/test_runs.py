@@ -64,6 +64,15 @@ def test_a_sweep_over_strategies_and_seeds(tmp_path: Path) -> None:
     assert jobs[2]["history"] != jobs[3]["history"]
 
 
+def test_a_sweep_with_a_failed_job_has_its_table_and_the_error(tmp_path: Path) -> None:
+    swept = ["model.num_layers=0,2", "strategy=single", *QUICK, "hydra.sweep.dir=sweep"]
+    done = gtrain("--multirun", *swept, cwd=tmp_path)
+    assert done.returncode == 1 and "model.num_layers=0 was set; it must be at least 1" in done.stderr
+    with (tmp_path / "sweep" / "sweep.csv").open() as file:
+        assert [row["state"] for row in csv.DictReader(file)] == ["refused", "complete"]
+    assert "the table as CSV" in done.stdout
+
+
 def test_a_sweep_over_numbers_of_ranks_is_exact_in_each(tmp_path: Path) -> None:
     arguments = [*QUICK, "model.dropout=0", "trainer.precision=64-true"]
     ok(gtrain("--multirun", "trainer.num_nodes=4,2,3", *arguments, "hydra.sweep.dir=sweep", cwd=tmp_path))

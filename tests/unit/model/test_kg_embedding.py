@@ -60,6 +60,10 @@ def operated(name: str, parameters: dict[str, Tensor], row: Tensor) -> Tensor:
         half = row.numel() // 2
         product = torch.complex(row[:half], row[half:]) * torch.complex(parameters["real"], parameters["imaginary"])
         return torch.cat([product.real, product.imag])
+    if name == "rotation":
+        half = row.numel() // 2
+        product = torch.complex(row[:half], row[half:]) * torch.exp(1j * parameters["angle"])
+        return torch.cat([product.real, product.imag])
     if name in ("linear", "affine"):
         row = parameters["matrix"].mv(row)
     if name == "diagonal":
@@ -403,7 +407,8 @@ def test_predictions_are_the_seeds_embeddings() -> None:
     ("settings", "message"),
     [
         ({"dimension": 5}, r"dimension=5 with model.operator=complex_diagonal: 5 / 2 = 2\.5"),
-        ({"operator": "rotation"}, "model.operator=rotation"),
+        ({"operator": "reflection"}, "model.operator=reflection"),
+        ({"operator": "rotation", "dimension": 5}, r"dimension=5 with model.operator=rotation: 5 / 2 = 2\.5"),
         ({"comparator": "cosine"}, "model.comparator=cosine"),
         ({"loss": "hinge"}, "model.loss=hinge"),
         ({"num_batch_negs": 1, "num_uniform_negs": 0}, r"max\(0, 1 - 1\) \+ 0 = 0 negatives"),

@@ -139,7 +139,7 @@ def test_every_combination_trains_as_autograd_does(operator: str, comparator: st
 
 
 @pytest.mark.parametrize("comparator", COMPARATORS)
-@pytest.mark.parametrize("operator", ["none", "affine", "complex_diagonal"])
+@pytest.mark.parametrize("operator", ["none", "affine", "complex_diagonal", "rotation"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant(variant: str, operator: str, comparator: str) -> None:
     turn = list(VARIANTS).index(variant) + COMPARATORS.index(comparator)

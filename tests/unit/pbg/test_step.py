@@ -24,7 +24,7 @@ from gtrain_pbg.step.relations import RelationWeights, UpdateRule, state_width
 from gtrain_pbg.step.training import TrainingStep
 
 NODES, RELATIONS, DIM = 40, 3, 8
-OPERATORS = ("none", "translation", "diagonal", "linear", "affine", "complex_diagonal")
+OPERATORS = ("none", "translation", "diagonal", "linear", "affine", "complex_diagonal", "rotation")
 COMPARATORS = ("dot", "cos", "l2", "squared_l2")
 LOSSES = ("ranking", "logistic", "softmax")
 
@@ -200,7 +200,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("comparator", COMPARATORS)
-@pytest.mark.parametrize("operator", ["none", "affine", "complex_diagonal"])
+@pytest.mark.parametrize("operator", ["none", "affine", "complex_diagonal", "rotation"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant(variant: str, operator: str, comparator: str) -> None:
     turn = list(VARIANTS).index(variant) + COMPARATORS.index(comparator)
@@ -210,7 +210,7 @@ def test_every_variant(variant: str, operator: str, comparator: str) -> None:
         compare(2, tolerance_of(operator, comparator), plain=True, **settings, **VARIANTS[variant])
 
 
-@pytest.mark.parametrize("operator", ["none", "affine", "complex_diagonal"])
+@pytest.mark.parametrize("operator", ["none", "affine", "complex_diagonal", "rotation"])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("apart", [False, True])
 def test_an_edges_own_ends_are_negatives(loss: str, operator: str, apart: bool) -> None:

@@ -92,11 +92,14 @@ class Exported:
         row = group.relations.index(relation)
 
         def operated(direction: str, x: Floats) -> Floats:
-            names = ("vector", "matrix", "real", "imaginary")
+            names = ("vector", "matrix", "real", "imaginary", "angle")
             values = {n: self.parameters[f"{number}.{direction}.{n}"][row] for n in names
                       if f"{number}.{direction}.{n}" in self.parameters}  # fmt: skip
             if group.operator == "complex_diagonal":
                 z = (x[: D // 2] + 1j * x[D // 2 :]) * (values["real"] + 1j * values["imaginary"])
+                return np.concatenate([z.real, z.imag])
+            if group.operator == "rotation":
+                z = (x[: D // 2] + 1j * x[D // 2 :]) * np.exp(1j * values["angle"])
                 return np.concatenate([z.real, z.imag])
             if group.operator == "diagonal":
                 return x * values["vector"]
