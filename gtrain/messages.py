@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.resources
 import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -64,7 +65,8 @@ def did_you_mean(word: str, options: Iterable[str]) -> str | None:
 
 def _missing_option(error: MissingConfigException) -> str:
     group, _, name = (error.missing_cfg_file or "").rpartition("/")
-    options = [option for option in error.options or [] if option]
+    # Hydra names no options of one in a list, such as logger=[csv,NAME].
+    options = [option for option in error.options or [] if option] or _packaged_options(group)
     if not options:
         return f"{_first_line(error)}\nHINT: gtrain --help lists the groups and their options."
     if group == "strategy" and name in backends.installed():
@@ -72,6 +74,12 @@ def _missing_option(error: MissingConfigException) -> str:
         backends.get(name)
     hint = did_you_mean(name, options) or f"choose one of these for {group}."
     return f"{group}={name} was set; the options of {group} are {', '.join(options)}.\nHINT: {hint}"
+
+
+def _packaged_options(group: str) -> list[str]:
+    folder = importlib.resources.files("gtrain.conf").joinpath(group)
+    names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 def _unknown_key(error: Any, causes: Sequence[BaseException], arguments: Sequence[str]) -> str:

@@ -27,8 +27,9 @@ def distinct(entries: float, rows: float) -> float:
 def add_table_memory(estimate: Estimate, run: PlannedRun, quantity: str, table: WideTable, share: float = 1) -> None:
     """Add a share of a table with its optimizer's states."""
     estimate.add(
-        quantity, f"table of {table.name}", "share * rows * dim * (1 + states) * item",
-        share=share, rows=table.rows, dim=table.dim, states=run.workload.table_states, item=run.workload.item,
+        quantity, f"table of {table.name}", "share * rows * (dim * (1 + states) + row_states) * item",
+        share=share, rows=table.rows, dim=table.dim, states=run.workload.table_states,
+        row_states=run.workload.row_states, item=run.workload.item,
     )  # fmt: skip
 
 

@@ -142,6 +142,7 @@ class Workload:
         parameters: numbers in all parameters but those of tables.
         states: numbers that the optimizer keeps for each parameter.
         table_states: the same of the optimizer of tables.
+        row_states: numbers that the optimizer of tables keeps for each row besides.
         tables: its tables.
         dropout: whether layers drop elements.
         heterogeneous: whether the graph has several types.
@@ -168,6 +169,7 @@ class Workload:
     parameters: int = 0
     states: int = 2
     table_states: int = 2
+    row_states: int = 0
     tables: tuple[WideTable, ...] = ()
     dropout: bool = True
     heterogeneous: bool = False
@@ -256,6 +258,7 @@ def describe(
         parameters=sum(p.numel() for p in plain if not isinstance(p, nn.UninitializedParameter)),
         states=_states(config["model"].get("optimizer")),
         table_states=table_states(config),
+        row_states=row_states(config),
         tables=tuple(_table(table, nodes, width) for _, table in named_tables),
         dropout=float(config["model"].get("dropout") or 0) > 0,
         heterogeneous=heterogeneous,
@@ -323,15 +326,27 @@ def _kind(conv: MessagePassing) -> str:
 
 
 def table_states(config: Mapping[str, Any]) -> int:
-    """Return the numbers that the optimizer of tables keeps for each parameter; one for each row does not count."""
+    """Return the numbers that the optimizer of tables keeps for each parameter."""
+    return _states(_of_tables(config))
+
+
+def row_states(config: Mapping[str, Any]) -> int:
+    """Return the numbers that the optimizer of tables keeps for each row, besides those for each parameter."""
+    return int(_name(_of_tables(config)) in ("RowwiseAdagrad", "LazyAdam"))
+
+
+def _of_tables(config: Mapping[str, Any]) -> Any:
     own = config["model"].get("sparse_optimizer") or {}
-    return _states(own if own.get("_target_") else config["model"].get("optimizer"))
+    return own if own.get("_target_") else config["model"].get("optimizer")
 
 
 def _states(optimizer: Any) -> int:
-    """Return the numbers that an optimizer keeps for each parameter; one for each row does not count."""
-    name = str((optimizer or {}).get("_target_")).rpartition(".")[2]
-    return {"SGD": 0, "Adagrad": 1, "RowwiseAdagrad": 0}.get(name, 2)
+    """Return the numbers that an optimizer keeps for each parameter."""
+    return {"SGD": 0, "Adagrad": 1, "RowwiseAdagrad": 0}.get(_name(optimizer), 2)
+
+
+def _name(optimizer: Any) -> str:
+    return str((optimizer or {}).get("_target_")).rpartition(".")[2]
 
 
 def _table(table: Table, nodes: float | Mapping[str, float], num_features: int) -> WideTable:

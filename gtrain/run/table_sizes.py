@@ -10,7 +10,7 @@ import torch
 from gtrain.errors import GtrainError
 from gtrain.graph.store import Store
 from gtrain.nn import deferred, tables
-from gtrain.plan.workload import table_states
+from gtrain.plan.workload import row_states, table_states
 from gtrain.run import build
 from gtrain.run.sketch import has_plain_constructor
 from gtrain.units import size
@@ -49,7 +49,7 @@ def table_sizes(config: Mapping[str, Any], store: Store) -> str | None:
     text = f"{'table' if len(specs) == 1 else 'tables'} {', '.join(names)}: {size(rows)}"
     if config["verb"] != "train":
         return f"{text} over all ranks"
-    whole = rows * (1 + table_states(config))
+    whole = rows * (1 + table_states(config)) + row_states(config) * sum(spec.rows for spec in specs) * item
     return (
         f"{text}, with the optimizer's state {size(whole)} over all ranks; a checkpoint takes at most the same on disk"
     )

@@ -111,6 +111,7 @@ def test_an_unknown_verb_lists_the_verbs() -> None:
     [
         (["strategy=sra"], ["strategy=sra was set", "sar, single", "did you mean sar?"]),
         (["model=gcnn"], ["model=gcnn was set", "gat, gcn, gin, hetero_sage", "did you mean gcn or"]),
+        (["logger=[csv,tensorbord]"], ["logger=tensorbord was set", "csv, mlflow, none", "did you mean tensorboard?"]),
         (["strategy.moode=1"], ["strategy.moode=1 was set", "no key moode", "did you mean mode?"]),
         (["model.hiden_channels=3"], ["its keys are", "did you mean hidden_channels?"]),
         (

@@ -26,7 +26,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> PlantedKGData:
     [
         ("torch.optim.Adam", "32-true", "2 KiB", "6 KiB"),
         ("gtrain.nn.Adagrad", "64-true", "4 KiB", "8 KiB"),
-        ("gtrain.nn.RowwiseAdagrad", "32-true", "2 KiB", "2 KiB"),
+        ("gtrain.nn.RowwiseAdagrad", "32-true", "2 KiB", "2.25 KiB"),
+        ("gtrain.nn.LazyAdam", "32-true", "2 KiB", "6.25 KiB"),
     ],
 )
 def test_rows_and_the_optimizers_state_count(
