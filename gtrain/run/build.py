@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,6 +22,7 @@ from gtrain import messages
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.graph.store import Store
 from gtrain.graph.store.entities import entity_bags
+from gtrain.memory.limits import usable_memory
 from gtrain.model.classification import Classifier, NodeClassifier
 from gtrain.model.config import ModuleConfig, NetworkConfig
 from gtrain.model.decoders import make_decoder
@@ -30,11 +32,14 @@ from gtrain.model.networks import norm_settings
 from gtrain.model.regression import NodeRegressor
 from gtrain.nn import Csr
 from gtrain.settings import defaults
+from gtrain.units import size
 
 # Hydra 1.4 restricts the targets of a configuration. gtrain.targets has checked ours, so any module is allowed here.
 _UNRESTRICTED = getattr(hydra.utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
 _ANY_TARGET = {} if _UNRESTRICTED is None else {"_execution_whitelist_": _UNRESTRICTED}
 
+_REFUSED = re.compile(r"tried to allocate (\d+) bytes")
+"""In the RuntimeError of torch's allocator for the host."""
 _SHARED = frozenset(defaults(NetworkConfig))
 _MODULE = frozenset(defaults(ModuleConfig))
 _CONNECTIONS = ("residual", "ego")
@@ -61,6 +66,12 @@ def make(node: dict[str, Any], key: str, *args: Any) -> Any:
         cause = error.__cause__ or error
     if isinstance(cause, GtrainError):
         raise cause
+    if isinstance(cause, RuntimeError) and (refused := _REFUSED.search(str(cause))) is not None:
+        raise ConfigError(
+            f"{key}._target_={node.get('_target_')} could not be created: one of its arrays has "
+            f"{size(int(refused[1]))}, and this process may use {size(usable_memory())} of memory.",
+            hint="lower model.hidden_channels, or what else sets the model's width, or the number of classes.",
+        ) from cause
     reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
     raise ConfigError(
         f"{key}._target_={node.get('_target_')} could not be created: {type(cause).__name__}: {reason}",

@@ -10,6 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.nn import Parameter
 
+from gtrain.errors import ConfigError
 from gtrain.model.module import optimizer_of
 from gtrain.run.build import make, optional
 
@@ -65,3 +66,8 @@ def test_what_is_told_how_to_step_is_left_alone(chosen: Any) -> None:
 
 def test_parameters_that_the_kernel_does_not_take_are_left_alone() -> None:
     assert not optimizer_of(None, [Parameter(torch.ones(3, dtype=torch.bfloat16))]).defaults["fused"]
+
+
+def test_a_model_that_is_too_large_says_how_large() -> None:
+    with pytest.raises(ConfigError, match=r"not be created: one of its arrays has 1\.78 TiB, and this process may use"):
+        make({"_target_": "torch.nn.Linear", "in_features": 700_000, "out_features": 700_000}, "model")
