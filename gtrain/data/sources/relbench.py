@@ -117,7 +117,7 @@ class RelBenchData(TableData[RelBenchConfig]):
             return nodes
         place = self._place(TASK, self._task)
         labels = LabelColumns(place, None, self._label, None, self._label_kind(place))
-        nodes[TASK] = NodeDescription(TASK, place, (), _NOTHING, labels, self._task.time)
+        nodes[TASK] = NodeDescription(TASK, place, self._task_key, _NOTHING, labels, self._task.time)
         return nodes
 
     @cached_property
@@ -133,7 +133,7 @@ class RelBenchData(TableData[RelBenchConfig]):
         for column, entity in self._task.foreign.items():
             # From the entity to the row, and not back.
             place = self._place(TASK, self._task)
-            edges.append(self._foreign_key((entity, f"{REVERSE}{column}", TASK), place, (column,), ()))
+            edges.append(self._foreign_key((entity, f"{REVERSE}{column}", TASK), place, (column,), self._task_key))
         return edges
 
     @property
@@ -282,6 +282,19 @@ class RelBenchData(TableData[RelBenchConfig]):
             )
         columns = tuple(name for name in tables[0].columns if all(name in table.columns for table in tables))
         return _Table(tuple(files), columns, None, tables[0].time, tables[0].foreign)
+
+    @cached_property
+    def _task_key(self) -> tuple[str, ...]:
+        """The entity and the time, if no two rows have the same ones: predictions then name them; else no columns."""
+        time = self._task.time
+        columns = [*self._task.foreign, *([] if time is None else [time])]
+        if not set(columns) <= set(self._task.columns):
+            return ()  # refused where the columns are read
+        tables = [pq.read_table(file, columns=columns) for file in self._task.paths]
+        rows = pa.concat_tables(tables, promote_options="permissive")
+        distinct = rows.group_by(columns).aggregate([])
+        named = not any(rows.column(name).null_count for name in columns)
+        return tuple(columns) if named and len(distinct) == len(rows) else ()
 
     @property
     def _task_rows(self) -> list[int]:

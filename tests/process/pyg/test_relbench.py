@@ -102,3 +102,6 @@ def test_numbers_are_predicted(tmp_path: Path) -> None:
     found = summary(tmp_path / "run")
     assert found["best"]["name"] == "val/mae" and found["best"]["value"] == min(e["val/mae"] for e in found["history"])
     assert found["metrics"]["test/r2"] > 0.8 and found["metrics"]["test/mae"] < 1
+    ok(forked.gtrain("predict", f"run={tmp_path}/run", "output=p.parquet", cwd=tmp_path))
+    predicted = pq.read_table(tmp_path / "p.parquet")
+    assert predicted.column_names[:2] == ["user", "asked"] and "prediction" in predicted.column_names

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from relational import DAY, amounts, purchases, recommendations, write
 from torch_geometric.data import HeteroData
 
+from gtrain.callbacks.predictions import NodeIds
 from gtrain.data.sources.relbench import ALWAYS, RelBenchData
 from gtrain.errors import GtrainError
 
@@ -40,6 +44,26 @@ def test_a_foreign_key_may_be_null(tmp_path: Path) -> None:
     write(tmp_path / "db/notes.parquet", {"note": [1, 2], "user": [None, 3.0]}, "note", None, {"user": "users"})
     graph = data(tmp_path).read()
     assert graph["notes", "user", "users"].edge_index.tolist() == [[1], [3]]
+
+
+def test_rows_of_the_task_are_named_by_entity_and_time(tmp_path: Path) -> None:
+    source = data(purchases(tmp_path, "past", users=4))
+    source.prepare_data()
+    store = source.open_store()
+    ids = NodeIds.of(store, "task")
+    assert store.facts["keys"]["task"]["columns"] == ["user", "asked"] and len(store.names("task") or ()) == 12
+    first = [column.to_pylist() for column in ids.arrays(np.array([0, 5]))]
+    assert first == [[0, 1], ["1970-01-08 00:00:00.000000000", "1970-01-14 00:00:00.000000000"]]
+
+
+def test_rows_of_the_task_that_are_not_distinct_are_numbered(tmp_path: Path) -> None:
+    purchases(tmp_path, "past", users=4)
+    file = tmp_path / "tasks/large/val.parquet"
+    table = pq.read_table(file)
+    pq.write_table(pa.concat_tables([table, table]), file)
+    graph = data(tmp_path).read()
+    assert graph["task"].num_nodes == 16
+    assert graph["users", "rev_user", "task"].edge_index.tolist() == [[0, 1, 2, 3] * 4, [*range(16)]]
 
 
 def test_labels_with_fractions_are_numbers_to_predict(tmp_path: Path) -> None:
