@@ -30,6 +30,7 @@ UNIQUE_SHARE, UNIQUE_VALUES = 0.5, 100
 SIMILAR_SHARE = 0.9
 """Of strings that look like numbers or dates at least this share, those that do not are probably mistakes."""
 _LIKE_NUMBER, _LIKE_DATE = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$", r"^\d{4}-\d{2}-\d{2}"
+_TIME_ZONE, _FURTHER_DIGITS = r":\d{2}.*(Z|[+-]\d{2}(:?\d{2})?)$", r"(\.\d{6})\d+"
 
 
 @dataclass(frozen=True)
@@ -337,15 +338,22 @@ def _parsed_numbers(column: Any) -> NDArray[np.float64]:
 def _parsed_dates(column: Any) -> NDArray[np.float64]:
     try:
         return _seconds(column.cast(pa.timestamp("us")))
-    except pa.ArrowInvalid:  # with a time zone
-        return _seconds(column.cast(pa.timestamp("us", "UTC")))
+    except pa.ArrowInvalid:
+        pass
+    # Some have a time zone, or more than six digits of a second.
+    column = pc.replace_substring_regex(column, _FURTHER_DIGITS, r"\1")
+    zoned = pc.match_substring_regex(column, _TIME_ZONE)
+    nothing = pa.scalar(None, column.type)
+    with_zone = _seconds(pc.if_else(zoned, column, nothing).cast(pa.timestamp("us", "UTC")))
+    without = _seconds(pc.if_else(zoned, nothing, column).cast(pa.timestamp("us")))
+    return np.where(np.isnan(with_zone), without, with_zone)
 
 
 def _seconds(column: Any) -> NDArray[np.float64]:
     """Return dates and times as seconds since 1970."""
     zone = getattr(column.type, "tz", None)
     micros = column.cast(pa.timestamp("us", zone), safe=False).cast(pa.int64())
-    values: NDArray[np.float64] = micros.cast(pa.float64(), safe=False).to_numpy() / 1e6
+    values: NDArray[np.float64] = micros.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) / 1e6
     return values
 
 

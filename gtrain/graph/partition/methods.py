@@ -328,7 +328,8 @@ def _check(num_nodes: int, num_parts: int, method: str) -> None:
     if num_parts > num_nodes:
         raise DataError(
             f"more parts than nodes: {num_parts} parts were requested, and the graph has {num_nodes} nodes",
-            hint="lower data.num_parts or the strategy's setting that it follows, or run on fewer ranks",
+            hint="lower trainer.num_nodes or trainer.devices, where each rank has a part; else data.num_parts, or the "
+            "strategy's setting that it follows",
         )
 
 

@@ -53,7 +53,7 @@ def test_rows_of_the_task_are_named_by_entity_and_time(tmp_path: Path) -> None:
     ids = NodeIds.of(store, "task")
     assert store.facts["keys"]["task"]["columns"] == ["user", "asked"] and len(store.names("task") or ()) == 12
     first = [column.to_pylist() for column in ids.arrays(np.array([0, 5]))]
-    assert first == [[0, 1], ["1970-01-08 00:00:00.000000000", "1970-01-14 00:00:00.000000000"]]
+    assert first[0] == [0, 1] and [text[:19] for text in first[1]] == ["1970-01-08 00:00:00", "1970-01-14 00:00:00"]
 
 
 def test_rows_of_the_task_that_are_not_distinct_are_numbered(tmp_path: Path) -> None:

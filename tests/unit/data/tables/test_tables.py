@@ -138,6 +138,17 @@ def test_lists_vectors_dates_and_several_labels_of_parquet(tmp_path: Path) -> No
     torch.testing.assert_close(graph.x, torch.tensor(expected))
 
 
+def test_dates_with_and_without_time_zones_and_of_nanoseconds(write: Write, tmp_path: Path) -> None:
+    same = ["2024-05-31T12:30:00Z", "2024-05-31 14:30:00+02:00", "2024-05-31 12:30:00.123456789", "2024-05-31 12:30"]
+    rows = [f"{number},{date}" for number, date in enumerate([*same, "2024-06-01"])]
+    source = data(tmp_path, nodes={"path": write("n.csv", "\n".join(["id,at", *rows]) + "\n"), "time": "at"})
+    noon = 1717158600
+    assert source.read().time.tolist() == [noon] * 4 + [1717200000]
+    wrong = {"path": write("m.csv", "id,at\n1,2024-05-31T12:30:00Z\n2,2024-05-31x\n"), "time": "at"}
+    with pytest.raises(DataError, match=r"m\.csv, line 3: .*'2024-05-31x' is not a date"):
+        data(tmp_path, nodes=wrong).read()
+
+
 def test_rare_values_share_a_column(write: Write, tmp_path: Path) -> None:
     nodes = {
         "path": write("n.csv", "id,c\n1,a\n2,a\n3,b\n4,b\n5,z\n6,y\n"),
