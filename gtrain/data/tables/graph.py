@@ -152,14 +152,14 @@ class TableData(GraphDataModule[T]):
         read = {edges.type: self._edges(edges, keys) for edges in self.described_edges}
         tensors = {name: self._nodes(nodes, keys[name]) for name, nodes in self.described_nodes.items()}
         is_single = not self._has_types
-        for name, numbers in keys.items():
-            stored = NODE_TYPE if is_single else name
-            if numbers.form is not None:
-                self._facts["keys"][stored] = asdict(numbers.form)
         counts = {name: len(numbers) for name, numbers in keys.items()}
         graph = self._homogeneous(read, tensors, counts) if is_single else self._heterogeneous(read, tensors, counts)
-        names = {NODE_TYPE if is_single else name: numbers.names() for name, numbers in keys.items()}
-        self._names = {**self._names, **{name: known for name, known in names.items() if known is not None}}
+        for name, numbers in keys.items():
+            stored, known = NODE_TYPE if is_single else name, numbers.names()
+            if known is not None:
+                self._names = {**self._names, stored: known}
+                if (form := numbers.form(known)) is not None:
+                    self._facts["keys"][stored] = asdict(form)
         return graph
 
     def columns(self) -> list[ColumnFact]:

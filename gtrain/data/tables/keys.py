@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ Ints = NDArray[np.int64]
 
 _ENDS = (("source", "target"), ("src", "dst"), ("from", "to"), ("head", "tail"))
 _LONGEST = 1 << 23
+_WHOLE = "^(0|-?[1-9][0-9]{0,17})$"
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class NodeKeys:
         self._type, self._origin = node_type, origin
         self._dictionary = Dictionary()
         self._rows: int | None = None
-        self.form: KeyForm | None = None
+        self._is_text = False
+        self._form: KeyForm | None = None
 
     def __len__(self) -> int:
         return len(self._dictionary) if self._rows is None else self._rows
@@ -113,7 +115,7 @@ class NodeKeys:
             names = list(table.types)[:1]
             self._rows = sum(len(batch) for _, batch in table.batches(names))
             return
-        self.form = key_form(table, columns)
+        self._form, self._is_text = key_form(table, columns), table.text
         for first, batch in table.batches(columns):
             rows = np.arange(first, first + len(batch))
             ids = self._dictionary.encode(Keys.interleaved(texts(batch, columns, table, rows)))
@@ -139,12 +141,12 @@ class NodeKeys:
         """
         if not columns:
             return rows
-        if self.form is None:
-            self.form = key_form(table, columns)
-        if len(columns) != len(self.form.columns):
+        if self._form is None:
+            self._form, self._is_text = key_form(table, columns), table.text
+        if len(columns) != len(self._form.columns):
             raise DataError(
                 f"{table.place.key}: nodes {self._type!r} are named by {' and '.join(columns)}, and their key has "
-                f"{len(self.form.columns)} columns: {', '.join(self.form.columns)}",
+                f"{len(self._form.columns)} columns: {', '.join(self._form.columns)}",
                 hint="name as many columns, in the same order",
             )
         known = len(self._dictionary)
@@ -167,6 +169,18 @@ class NodeKeys:
         None if the nodes are rows without a key.
         """
         return self._dictionary.freeze() if self._rows is None else None
+
+    def form(self, names: Any) -> KeyForm | None:
+        """Return how these names, all of them, are written back; None if no table has named a node.
+
+        A text file has strings alone: if the names are all whole numbers they are written as ``int64``, unless one has
+        another spelling, such as 007.
+        """
+        form = self._form
+        if form is None or not self._is_text or len(form.columns) > 1 or not len(names):
+            return form
+        whole = all(pc.all(pc.match_substring_regex(part, _WHOLE)).as_py() for part in (names[:100], names))
+        return replace(form, types=("int64",)) if whole else form
 
 
 def texts(batch: Any, columns: Sequence[str], table: Table, rows: Ints) -> Any:

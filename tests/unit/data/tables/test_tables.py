@@ -138,6 +138,26 @@ def test_lists_vectors_dates_and_several_labels_of_parquet(tmp_path: Path) -> No
     torch.testing.assert_close(graph.x, torch.tensor(expected))
 
 
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [(["7", "-3", "0"], "int64"), (["7", "007"], "string"), (["9" * 19, "1"], "string"), (["a", "1"], "string")],
+)
+def test_keys_of_text_files_are_written_as_integers_if_all_are(
+    keys: list[str], dtype: str, write: Write, tmp_path: Path
+) -> None:
+    nodes = {"path": write("n.csv", "id,a\n" + "".join(f"{key},{number}\n" for number, key in enumerate(keys)))}
+    edges = write("e.csv", "source,target\n" + "".join(f"{key},{keys[0]}\n" for key in keys))
+    for tables in ({"nodes": nodes, "edges": edges}, {"edges": edges}):
+        source = data(tmp_path, **tables)
+        source.read()
+        assert source.extra_facts()["keys"]["node"]["types"] == (dtype,)
+        assert source.names()["node"].to_pylist() == keys
+    parquet = {"frame": pa.table({"id": keys, "a": [*range(len(keys))]})}  # of strings there are strings
+    source = data(tmp_path, nodes=parquet)
+    source.read()
+    assert source.extra_facts()["keys"]["node"]["types"] == ("string",)
+
+
 def test_dates_with_and_without_time_zones_and_of_nanoseconds(write: Write, tmp_path: Path) -> None:
     same = ["2024-05-31T12:30:00Z", "2024-05-31 14:30:00+02:00", "2024-05-31 12:30:00.123456789", "2024-05-31 12:30"]
     rows = [f"{number},{date}" for number, date in enumerate([*same, "2024-06-01"])]
