@@ -632,7 +632,14 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         trained = self.trained or {}
         num_classes = trained.get("num_classes") if self.num_classes is None else self.num_classes
         options = (self._no_label, num_classes, self.normalize_features, self.origin, self.trained is not None)
-        preparation = Preparation(self.task, self.target, self.split, *options, number_labels=self.number_labels)
+        preparation = Preparation(
+            self.task,
+            self.target,
+            self.split,
+            *options,
+            number_labels=self.number_labels,
+            label_values=self.extra_facts().get("label_values"),
+        )
         facts = prepare_graph(graph, preparation)
         facts |= weight_facts(graph, self.origin) | self.extra_facts()
         facts |= {name: trained[name] for name in LABEL_FACTS if name in trained and facts.get(name) is None}

@@ -141,6 +141,8 @@ class Preparation:
     """Whether a trained model is applied: the graph needs no labels, and all labelled nodes are the test split."""
     number_labels: frozenset[str] = frozenset()
     """The node types (``node`` in a homogeneous graph) whose labels are numbers to predict, NaN for none."""
+    label_values: Sequence[Any] | None = None
+    """The label that each class stands for, for messages; None: the class itself."""
 
     def no_label(self, node_type: str) -> float | None:
         """Return the value of ``y`` that means no label; None: every node of the type has one."""
@@ -208,7 +210,7 @@ def _prepare_nodes(graph: Data | HeteroData, options: Preparation) -> dict[str, 
     labelled = _labelled(graph, facts) if options.task == "node" else None
     target = facts.get("target") or NODE_TYPE
     if labelled is not None and not options.applied:
-        check_distinct(labelled.y, options.no_label(target), options.origin)
+        check_distinct(labelled.y, options.no_label(target), options.origin, options.label_values)
     for store in graph.node_stores:
         if store is not labelled:
             # Masks are only for the labelled nodes of a node task.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -292,15 +292,23 @@ def labelled_nodes(y: Tensor, unlabelled: float | None) -> Tensor:
     return known if y.dim() == 1 else known.any(dim=1)
 
 
-def check_distinct(y: Tensor, unlabelled: float | None, origin: str) -> None:
-    """Raise DataError if all labels are equal, since a model could learn nothing."""
+def check_distinct(y: Tensor, unlabelled: float | None, origin: str, label_values: Sequence[Any] | None = None) -> None:
+    """Raise DataError if all labels are equal, since a model could learn nothing.
+
+    Args:
+        y: the labels.
+        unlabelled: see :func:`labelled_nodes`.
+        origin: of the data, for the message.
+        label_values: the label that each class stands for; None: the class itself.
+    """
     if y.dim() == 2 and y.size(1) > 1:
         return
     known = y.flatten()[labelled_nodes(y.flatten(), unlabelled)]
     if known.numel() and bool((known == known[0]).all()):
         needs = "a model needs two numbers" if math.isnan(unlabelled or 0) else "a classifier needs two classes"
+        label = f"{known[0].item():.10g}" if label_values is None else repr(label_values[int(known[0])])
         raise DataError(
-            f"{origin}: all {known.numel()} labels are {known[0].item():.10g}, and {needs} at least",
+            f"{origin}: all {known.numel()} labels are {label}, and {needs} at least",
             hint="correct the labels, or the column or file that they are read from",
         )
 

@@ -99,6 +99,8 @@ def test_features_of_no_column_and_labels_of_one_class() -> None:
             validate_graph(graph)
     check_distinct(torch.tensor([2, -1, 3]), -1, "the data")
     check_distinct(torch.ones(3, 2), None, "the data")
+    with pytest.raises(DataError, match="all 2 labels are 'blue', and a classifier needs two classes"):
+        check_distinct(torch.tensor([1, -1, 1]), -1, "the data", ["red", "blue"])
     for y, unlabelled in ((torch.tensor([2, 2, 2]), None), (torch.tensor([-1, 0, 0]), -1)):
         with pytest.raises(DataError, match=r"all \d labels are \d, and a classifier needs two classes"):
             check_distinct(y, unlabelled, "the data")
