@@ -102,9 +102,8 @@ def test_nodes_may_be_those_that_edges_name(write: Write, tmp_path: Path) -> Non
     assert graph.num_nodes == 3 and graph.edge_index.tolist() == [[0, 1], [1, 2]]
     assert graph.edge_type.tolist() == [0, 1] and source.names()["relation"] == ["a", "b"]
     assert graph.edge_time.tolist() == [1577923200, 1577836800]
-    assert source.names()["node"].to_pylist() == ["5", "3", "9"] and source.extra_facts()["keys"]["node"]["types"] == (
-        "string",
-    )
+    assert source.names()["node"].to_pylist() == ["5", "3", "9"]
+    assert source.extra_facts()["keys"]["node"]["types"] == ("int64",)
 
 
 def test_targets_may_be_lists(tmp_path: Path) -> None:
