@@ -85,6 +85,19 @@ def count_parts(store: Store) -> Parts:
     )
 
 
+def count_queries(store: Store) -> int:
+    """Count the distinct pairs of a relation and an end of an edge, for both ends, in a homogeneous graph."""
+    keys: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for part in range(store.num_parts):
+        indptr, source = store.edge("indptr", part), store.edge("indices", part).long()
+        target = torch.repeat_interleave(torch.arange(len(indptr) - 1), indptr.diff()) + int(store.offsets[part])
+        typed = "edge_type" in store.edge_tensors()
+        relation = store.edge("edge_type", part).long() if typed else torch.zeros_like(source)
+        for ends, found in zip((source, target), keys, strict=True):
+            found.append(relation * store.num_nodes + ends)
+    return sum(len(torch.cat(found).unique()) for found in keys)
+
+
 def count_parts_by_type(store: Store) -> dict[str, Parts]:
     """Count the parts of a store with several types, by one pass over its edges.
 

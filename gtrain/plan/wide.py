@@ -13,6 +13,9 @@ ENTRY_PASSES = 8
 """Reads and writes of an entry's id while rows are chosen, sorted and grouped."""
 
 
+_SOFTMAX_PASSES, _TABLE_PASSES = 6, 16  # over scores, and over a table, in a step by query
+
+
 def steps_of(run: PlannedRun) -> int:
     """Return the optimizer steps of an epoch."""
     batch = run.config["data"]["batch_size"]
@@ -103,6 +106,40 @@ def add_edge_scores(estimate: Estimate, run: PlannedRun, edges: float, *, flops:
         "passes * edges * (2 + sides * drawn) * dim * item / gather",
         passes=8 if fused else 24, edges=edges, sides=sides, drawn=drawn, dim=table.dim, item=work.item,
         gather=run.gather,
+    )  # fmt: skip
+
+
+def add_query_scores(estimate: Estimate, run: PlannedRun) -> None:
+    """Add the cost of ``model.by_query``: one row of scores for each query, and steps that read and change all rows."""
+    work = run.workload
+    if work.kind != EMBEDDING or not work.tables:
+        raise NotEstimated("no formula covers this model")
+    table, steps = work.tables[0], 2 * steps_of(run)
+    queries = 2 * work.num_seeds if work.num_queries is None else work.num_queries
+    sizes = {"rows": table.rows, "dim": table.dim, "item": work.item}
+    estimate.add(
+        ARITHMETIC, "scores of queries and their gradients", "6 * queries * rows * dim / flops",
+        queries=queries, flops=run.flops, **{name: sizes[name] for name in ("rows", "dim")},
+    )  # fmt: skip
+    estimate.add(
+        BANDWIDTH, "softmax of the scores", "passes * queries * rows * item / stream",
+        passes=_SOFTMAX_PASSES, queries=queries, rows=table.rows, item=work.item, stream=run.stream,
+    )  # fmt: skip
+    estimate.add(
+        BANDWIDTH, "the table, its gradient and its update", "passes * steps * rows * dim * item / stream",
+        passes=_TABLE_PASSES, steps=steps, stream=run.stream, **sizes,
+    )  # fmt: skip
+    estimate.add(
+        BANDWIDTH, "rows of ends", "passes * edges * dim * item / gather",
+        passes=24, edges=2 * work.num_seeds, dim=table.dim, item=work.item, gather=run.gather,
+    )  # fmt: skip
+    estimate.add(
+        MEMORY, "scores, rows and gradients of a step", "(4 * queries / steps * rows + 5 * rows * dim) * item",
+        queries=queries, steps=steps, **sizes,
+    )  # fmt: skip
+    estimate.add(
+        OVERHEAD, "starting operations", "steps * (step + 2 * layer)",
+        steps=steps, step=run.machine.step, layer=run.machine.layer,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from gtrain.plan.counts import (
     assume_parts_by_type,
     count_parts,
     count_parts_by_type,
+    count_queries,
     count_ranges,
 )
 from gtrain.plan.typed import TypedLayer, typed_layers
@@ -134,6 +135,7 @@ class Workload:
         num_classes: classes, or 1 for a number to predict; 0 in a link task.
         num_relations: relations of a knowledge graph; 0 without.
         num_held_out: validation or test edges, whichever are more, of a link task; 0 if they are unknown.
+        num_queries: distinct queries of training edges for both ends, with ``model.by_query``; None: unknown.
         task: ``node`` or ``link``.
         kind: of the model, see :mod:`gtrain.model.kinds`.
         layers: its message-passing layers, in order; none of a network over several types.
@@ -161,6 +163,7 @@ class Workload:
     num_classes: int = 0
     num_relations: int = 0
     num_held_out: float = 0
+    num_queries: float | None = None
     task: str = "node"
     kind: str | None = None
     layers: tuple[Layer, ...] = ()
@@ -250,6 +253,7 @@ def describe(
         num_classes=facts.get("num_classes") or int(facts.get("label_scale") is not None),
         num_relations=facts.get("num_relations") or 0,
         num_held_out=max(map(data.num_seeds, ("val", "test"))) if store is not None and data.task == "link" else 0,
+        num_queries=count_queries(store) if store is not None and config["model"].get("by_query") else None,
         task=data.task,
         kind=kind,
         layers=sketched,

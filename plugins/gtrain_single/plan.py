@@ -19,6 +19,9 @@ class SinglePlanner(Planner):
         for table in work.tables:
             # Twice: a checkpoint copies the rows and their optimizer's states.
             wide.add_table_memory(estimate, run, MEMORY, table, 2)
+        if work.kind == wide.EMBEDDING and run.config["model"].get("by_query"):
+            wide.add_query_scores(estimate, run)
+            return estimate
         if work.kind == wide.EMBEDDING:
             wide.add_edge_scores(estimate, run, work.num_seeds, flops=run.flops, fused=False)
             wide.add_batch_scores(estimate, run, work.num_seeds / steps)

@@ -23,7 +23,14 @@ from gtrain.memory.limits import group_limit, oom_kills, usable_memory
 from gtrain.model.relational import HGT, HeteroSAGE
 from gtrain.nn.relational import IdRGCNConv
 from gtrain.plan import layers, machine
-from gtrain.plan.counts import assume_parts, assume_parts_by_type, count_parts, count_parts_by_type, cut_of_ranges
+from gtrain.plan.counts import (
+    assume_parts,
+    assume_parts_by_type,
+    count_parts,
+    count_parts_by_type,
+    count_queries,
+    cut_of_ranges,
+)
 from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, NETWORK, SENT, Estimate
 from gtrain.plan.typed import typed_layers
 from gtrain.plan.workload import IDS, RELATIONAL, _layers
@@ -83,6 +90,17 @@ def test_parts_are_counted_as_shards_are(tmp_path: Path) -> None:
             assert parts.targets[part][(part - r) % 3] == len(target[block].unique())
     assert sum(parts.served) == sum(parts.halo)
     assert parts.cut == store.manifest.partition.edge_cut
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_queries_are_pairs_of_a_relation_and_an_end(parts: int, tmp_path: Path) -> None:
+    data = messy_graph()
+    store = stored(tmp_path / "plain", data, random_parts(40, parts))
+    assert count_queries(store) == sum(len(ends.unique()) for ends in data.edge_index)
+    data.edge_type = torch.arange(data.num_edges) % 3
+    typed = stored(tmp_path / "typed", data, random_parts(40, parts))
+    expected = sum(len(torch.stack([data.edge_type, ends]).unique(dim=1).T) for ends in data.edge_index)
+    assert count_queries(typed) == expected
 
 
 def test_parts_of_types_are_counted_as_typed_shards_are(tmp_path: Path) -> None:
