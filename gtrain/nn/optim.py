@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.adagrad import adagrad
 
 from gtrain.errors import ConfigError
 from gtrain.nn import rules
@@ -106,6 +107,32 @@ class Adagrad(RowOptimizer):
         eps: float = 1e-10,
     ) -> None:
         super().__init__(params, lr=lr, weight_decay=weight_decay, initial_accumulator=initial_accumulator, eps=eps)
+
+    def _update(self, parameter: Tensor, settings: Mapping[str, Any]) -> None:
+        if not self._is_fusable(parameter, settings):
+            super()._update(parameter, settings)
+            return
+        state = self.state[parameter]
+        if not state:
+            state.update(self.rule.initial(_as_table(parameter), settings))
+        table, gradient = _as_table(parameter), _as_table(parameter.grad)  # type: ignore[arg-type]
+        steps = [torch.zeros(())]  # it would only be read by a decay of the learning rate
+        rates = {"lr": settings["lr"], "lr_decay": 0.0, "weight_decay": 0.0, "eps": settings["eps"]}
+        adagrad([table], [gradient], [state["sum"]], steps, fused=True, maximize=False, **rates)
+
+    def _is_fusable(self, parameter: Tensor, settings: Mapping[str, Any]) -> bool:
+        """Whether one kernel of torch updates all rows. Without weight decay it leaves rows whose gradient is 0."""
+        gradient = parameter.grad
+        return (
+            self.rule is rules.ADAGRAD
+            and not settings["weight_decay"]
+            and parameter.device.type == "cpu"
+            and parameter.dtype in (torch.float32, torch.float64)
+            and gradient is not None
+            and not gradient.is_sparse
+            and parameter.is_contiguous()
+            and gradient.is_contiguous()
+        )
 
 
 class RowwiseAdagrad(Adagrad):

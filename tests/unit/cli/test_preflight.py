@@ -53,6 +53,7 @@ REAL = {  # where the data of an experiment are
     "collegemsg": {"data.path": "temporal/CollegeMsg.txt"},
     "cora": {"data.root": "planetoid"},
     "fb15k237": {"data.path": "kg/FB15k-237.tar.gz"},
+    "fb15k237_best": {"data.path": "kg/FB15k-237.tar.gz"},
     "minesweeper": {"data.root": "heterophilous"},
     "photo": {"data.root": "amazon"},
     "umls": {"data.path": "kg/umls"},

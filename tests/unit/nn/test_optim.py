@@ -119,6 +119,21 @@ def test_rows_named_twice_in_a_gradient_add_up_before_they_are_squared() -> None
     torch.testing.assert_close(table.data, torch.tensor([[0, 0], [-3, -4], [0, 0]]) / math.sqrt(12.5))
 
 
+def test_adagrad_takes_a_dense_gradient_in_one_kernel_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_blocks(*_: object) -> None:
+        raise AssertionError("rows were updated block by block")
+
+    monkeypatch.setattr("gtrain.nn.rules.update", by_blocks)
+    weight = nn.Parameter(torch.ones(4, 3))
+    weight.grad = torch.zeros(4, 3)
+    weight.grad[1] = 2.0
+    Adagrad([weight], lr=0.5).step()
+    assert weight[:, 0].tolist() == [1.0, 0.5, 1.0, 1.0], "rows without a gradient stay as they are"
+    for other in (Adagrad([weight], lr=0.5, weight_decay=0.1), RowwiseAdagrad([weight], lr=0.5)):
+        with pytest.raises(AssertionError, match="block by block"):
+            other.step()
+
+
 def test_parameters_of_any_shape_are_tables() -> None:
     bias, kernel = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 3, 4))
     bias.grad, kernel.grad = torch.tensor([0.0, 2.0, -4.0]), torch.ones(2, 3, 4)
