@@ -290,8 +290,11 @@ class RelBenchData(TableData[RelBenchConfig]):
         columns = [*self._task.foreign, *([] if time is None else [time])]
         if not set(columns) <= set(self._task.columns):
             return ()  # refused where the columns are read
-        tables = [pq.read_table(file, columns=columns) for file in self._task.paths]
-        rows = pa.concat_tables(tables, promote_options="permissive")
+        try:
+            tables = [pq.read_table(file, columns=columns) for file in self._task.paths]
+            rows = pa.concat_tables(tables, promote_options="permissive")
+        except pa.ArrowException:  # of types that do not suit; refused where the columns are read
+            return ()
         distinct = rows.group_by(columns).aggregate([])
         named = not any(rows.column(name).null_count for name in columns)
         return tuple(columns) if named and len(distinct) == len(rows) else ()

@@ -50,6 +50,7 @@ REAL = {  # where the data of an experiment are
     "a9a": {"data.path": "sparse/a9a", "data.test_path": "sparse/a9a.t"},
     "aifb": {"data.root": "rdf"},
     "codex_s": {"data.path": "kg/codex-s"},
+    "codex_s_best": {"data.path": "kg/codex-s"},
     "collegemsg": {"data.path": "temporal/CollegeMsg.txt"},
     "cora": {"data.root": "planetoid"},
     "fb15k237": {"data.path": "kg/FB15k-237.tar.gz"},
