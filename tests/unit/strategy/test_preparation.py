@@ -55,7 +55,8 @@ def test_what_reading_takes_is_memory_of_another_process(tmp_path: Path) -> None
     data.prepare_data()
     assert not data.read_here and anonymous_bytes() - before < 20 * MIB
     assert (memory := data.preparation_memory) is not None
-    assert memory["peak_anonymous_bytes"] - memory["baseline_anonymous_bytes"] >= 150 * MIB
+    # Less than the 200 MiB of the array: a forked process may use memory that its parent has freed.
+    assert memory["peak_anonymous_bytes"] - memory["baseline_anonymous_bytes"] >= 100 * MIB
     here = Large(store=str(tmp_path / "here"), num_parts=2)
     here.prepare_data()
     assert here.read_here and here.preparation_memory is None
