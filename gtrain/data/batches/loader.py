@@ -236,7 +236,7 @@ class SeedLoader:
         """Return, for each step of an epoch, the positions of its seeds among ``count`` seeds, int64."""
         if self.batch_size is None:
             return (torch.arange(count),)
-        return epoch_order(count, self._order_seed(epoch)).split(self.batch_size)
+        return epoch_order(count, self.seed + epoch if self.shuffle else None).split(self.batch_size)
 
     def _edge_steps(self, seeds: EdgeSeeds, epoch: int) -> Sequence[tuple[int | None, Tensor]]:
         """Return, for each step of an epoch, the end of edges that is to be found and the positions of the edges.
@@ -244,11 +244,8 @@ class SeedLoader:
         The end is 0 for heads, 1 for tails, and None for both.
         """
         if self._orders_queries:
-            return seeds.query_steps(self.batch_size, self._order_seed(epoch))
+            return seeds.query_steps(self.batch_size, self.seed + epoch if self.shuffle else None)
         return [(None, positions) for positions in self.step_positions(len(seeds), epoch)]
-
-    def _order_seed(self, epoch: int) -> int | None:
-        return self.seed + epoch if self.shuffle else None
 
     @property
     def _orders_queries(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 
+from gtrain.engine.precision import without_autocast
 from gtrain.errors import ConfigError
 from gtrain.kernels import splitmix as mixing
 from gtrain.model.edge_model import EMBEDDED, NAMES, EdgeModel
@@ -373,7 +374,7 @@ class KGEmbedding(EdgeModel):
 
     def _evaluate(self, batch: Data, split: str) -> EdgeScores:
         # Ranks need full precision: in bfloat16 many scores are equal.
-        with torch.autocast(batch.orig_id.device.type, enabled=False):
+        with without_autocast(batch.orig_id):
             return self._evaluate_exactly(batch, split)
 
     def _evaluate_exactly(self, batch: Data, split: str) -> EdgeScores:
