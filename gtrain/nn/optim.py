@@ -67,7 +67,10 @@ class RowOptimizer(Optimizer):
         state = self.state[parameter]
         if not state:
             state.update(self.rule.initial(table, settings))
-        rules.update(self.rule, table, state, *_row_gradients(parameter.grad), settings)
+        self._apply(table, state, parameter.grad, settings)
+
+    def _apply(self, table: Tensor, state: rules.State, gradient: Tensor | None, settings: Mapping[str, Any]) -> None:
+        rules.update(self.rule, table, state, *_row_gradients(gradient), settings)
 
 
 class SGD(RowOptimizer):
@@ -108,31 +111,21 @@ class Adagrad(RowOptimizer):
     ) -> None:
         super().__init__(params, lr=lr, weight_decay=weight_decay, initial_accumulator=initial_accumulator, eps=eps)
 
-    def _update(self, parameter: Tensor, settings: Mapping[str, Any]) -> None:
-        if not self._is_fusable(parameter, settings):
-            super()._update(parameter, settings)
-            return
-        state = self.state[parameter]
-        if not state:
-            state.update(self.rule.initial(_as_table(parameter), settings))
-        table, gradient = _as_table(parameter), _as_table(parameter.grad)  # type: ignore[arg-type]
-        steps = [torch.zeros(())]  # it would only be read by a decay of the learning rate
-        rates = {"lr": settings["lr"], "lr_decay": 0.0, "weight_decay": 0.0, "eps": settings["eps"]}
-        adagrad([table], [gradient], [state["sum"]], steps, fused=True, maximize=False, **rates)
-
-    def _is_fusable(self, parameter: Tensor, settings: Mapping[str, Any]) -> bool:
-        """Whether one kernel of torch updates all rows. Without weight decay it leaves rows whose gradient is 0."""
-        gradient = parameter.grad
-        return (
+    def _apply(self, table: Tensor, state: rules.State, gradient: Tensor | None, settings: Mapping[str, Any]) -> None:
+        fusable = (
             self.rule is rules.ADAGRAD
             and not settings["weight_decay"]
-            and parameter.device.type == "cpu"
-            and parameter.dtype in (torch.float32, torch.float64)
-            and gradient is not None
-            and not gradient.is_sparse
-            and parameter.is_contiguous()
-            and gradient.is_contiguous()
+            and table.device.type == "cpu"
+            and table.dtype in (torch.float32, torch.float64)
+            and table.is_contiguous()
         )
+        if not fusable or gradient is None or gradient.is_sparse or not gradient.is_contiguous():
+            super()._apply(table, state, gradient, settings)
+            return
+        # One kernel of torch updates all rows. Without weight decay it leaves those whose gradient is 0.
+        steps = [torch.zeros(())]  # it would only be read by a decay of the learning rate
+        rates = {"lr": settings["lr"], "lr_decay": 0.0, "weight_decay": 0.0, "eps": settings["eps"]}
+        adagrad([table], [_as_table(gradient)], [state["sum"]], steps, fused=True, maximize=False, **rates)
 
 
 class RowwiseAdagrad(Adagrad):

@@ -116,10 +116,9 @@ def add_query_scores(estimate: Estimate, run: PlannedRun) -> None:
         raise NotEstimated("no formula covers this model")
     table, steps = work.tables[0], 2 * steps_of(run)
     queries = 2 * work.num_seeds if work.num_queries is None else work.num_queries
-    sizes = {"rows": table.rows, "dim": table.dim, "item": work.item}
     estimate.add(
         ARITHMETIC, "scores of queries and their gradients", "6 * queries * rows * dim / flops",
-        queries=queries, flops=run.flops, **{name: sizes[name] for name in ("rows", "dim")},
+        queries=queries, rows=table.rows, dim=table.dim, flops=run.flops,
     )  # fmt: skip
     estimate.add(
         BANDWIDTH, "softmax of the scores", "passes * queries * rows * item / stream",
@@ -127,7 +126,7 @@ def add_query_scores(estimate: Estimate, run: PlannedRun) -> None:
     )  # fmt: skip
     estimate.add(
         BANDWIDTH, "the table, its gradient and its update", "passes * steps * rows * dim * item / stream",
-        passes=_TABLE_PASSES, steps=steps, stream=run.stream, **sizes,
+        passes=_TABLE_PASSES, steps=steps, rows=table.rows, dim=table.dim, item=work.item, stream=run.stream,
     )  # fmt: skip
     estimate.add(
         BANDWIDTH, "rows of ends", "passes * edges * dim * item / gather",
@@ -135,12 +134,9 @@ def add_query_scores(estimate: Estimate, run: PlannedRun) -> None:
     )  # fmt: skip
     estimate.add(
         MEMORY, "scores, rows and gradients of a step", "(4 * queries / steps * rows + 5 * rows * dim) * item",
-        queries=queries, steps=steps, **sizes,
+        queries=queries, steps=steps, rows=table.rows, dim=table.dim, item=work.item,
     )  # fmt: skip
-    estimate.add(
-        OVERHEAD, "starting operations", "steps * (step + 2 * layer)",
-        steps=steps, step=run.machine.step, layer=run.machine.layer,
-    )  # fmt: skip
+    add_starts(estimate, run, steps)
 
 
 def add_batch_scores(estimate: Estimate, run: PlannedRun, edges: float) -> None:
@@ -154,9 +150,9 @@ def add_batch_scores(estimate: Estimate, run: PlannedRun, edges: float) -> None:
     )  # fmt: skip
 
 
-def add_starts(estimate: Estimate, run: PlannedRun) -> None:
+def add_starts(estimate: Estimate, run: PlannedRun, steps: int) -> None:
     """Add the time of starting the operations of each step, which are about as many as those of two layers."""
     estimate.add(
         OVERHEAD, "starting operations", "steps * (step + 2 * layer)",
-        steps=steps_of(run), step=run.machine.step, layer=run.machine.layer,
+        steps=steps, step=run.machine.step, layer=run.machine.layer,
     )  # fmt: skip

@@ -167,7 +167,7 @@ class PsPlanner(Planner):
         )  # fmt: skip
         wide.add_edge_scores(estimate, run, edges, flops=run.flops, fused=False)
         wide.add_batch_scores(estimate, run, edges / steps)
-        wide.add_starts(estimate, run)
+        wide.add_starts(estimate, run, steps)
 
 
 def _check_graph(run: PlannedRun) -> None:

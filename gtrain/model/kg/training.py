@@ -339,30 +339,29 @@ class TrainingLoss:
         return torch.stack(losses).sum(0)
 
     def _of_one_end(self, tables: tuple[RowLookup, RowLookup], edges: Triples, end: int) -> Tensor:
-        """Return twice the loss of finding this end of the edges, ``[B]``: the mean of an edge's two is its loss.
-
-        With the regularizers it reads the rows of queries and of edges' ends at once, from those of all nodes.
-        """
-        every = [rows.squeeze(0) for rows in self._all_rows(tables, edges.head.device)]
-        ids = edges.head, edges.tail
-        queries = Queries(edges.relation, ids[1 - end], ids[end], self.scores.num_relations)
-        chosen = {1 - end: [queries.given], end: []}
-        if regularized := bool(self.n3 or self.relation_prediction):
-            chosen[0], chosen[1] = [*chosen[0], edges.head], [*chosen[1], edges.tail]
-        if every[0] is every[1]:
-            parts = chosen[1 - end] + chosen[end]
-            found = list(every[0][torch.cat(parts)].split([len(part) for part in parts]))
+        """Return twice the loss of finding this end of the edges, ``[B]``: the mean of an edge's two is its loss."""
+        every_head, every_tail = (rows.squeeze(0) for rows in self._all_rows(tables, edges.head.device))
+        given, answer = (edges.head, edges.tail) if end else (edges.tail, edges.head)
+        queries = Queries(edges.relation, given, answer, self.scores.num_relations)
+        # The ends of the edges are read for the regularizers alone.
+        ends = slice(None if self.n3 or self.relation_prediction else 0)
+        nothing = queries.given[:0]
+        ids = edges.head[ends], queries.given if end else nothing, edges.tail[ends], nothing if end else queries.given
+        read_head = every_head.__getitem__
+        read_tail = read_head if tables[0] is tables[1] else every_tail.__getitem__
+        blocks = self._look_up((read_head, read_tail), tuple(block.unsqueeze(0) for block in ids))
+        heads, given_heads, tails, given_tails = (rows.squeeze(0) for rows in blocks)
+        if end:
+            rows, candidates = self.scores.tail_queries(given_heads.unsqueeze(1), queries.relation), every_tail
         else:
-            found = [every[side][part] for side in (1 - end, end) for part in chosen[side]]
-        transform = self.scores.tail_queries if end else self.scores.head_queries
-        rows = transform(found[0].unsqueeze(1), queries.relation).squeeze(1)
-        loss = queries.losses(lambda some: self.scores.all_pairs(some, every[end]), rows, LIMIT // self.sizes[end])
-        if regularized:
-            heads, tails = found[1:] if end else reversed(found[1:])
-            if self.n3:
-                loss = loss + self.n3 * self.scores.n3_norm(heads, edges.relation, tails, end)
-            if self.relation_prediction:
-                loss = loss + self.relation_prediction * self.scores.relation_loss(heads, edges.relation, tails, end)
+            rows, candidates = self.scores.head_queries(given_tails.unsqueeze(1), queries.relation), every_head
+        loss = queries.losses(
+            lambda some: self.scores.all_pairs(some, candidates), rows.squeeze(1), LIMIT // self.sizes[end]
+        )
+        if self.n3:
+            loss = loss + self.n3 * self.scores.n3_norm(heads, edges.relation, tails, end)
+        if self.relation_prediction:
+            loss = loss + self.relation_prediction * self.scores.relation_loss(heads, edges.relation, tails, end)
         return 2 * loss
 
     def _look_up(self, tables: tuple[RowLookup, RowLookup], ids: tuple[Tensor, ...]) -> list[Tensor]:
