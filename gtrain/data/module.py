@@ -206,7 +206,7 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
 
         Args:
             data: the graph; it is not changed. Labels ``y`` that are floats ``[N]`` with a fraction are numbers to
-                predict, with NaN for nodes without a label.
+                predict. NaN in ``y`` means no label.
             settings: those of :class:`~gtrain.data.config.MemoryConfig`, such as ``label_kind``, ``number`` or
                 ``class``, where the labels do not tell. Without masks ``split`` is ``random``.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.data.config import MemoryConfig
 from gtrain.data.module import GraphDataModule
 from gtrain.data.prepare.split import MASKS
+from gtrain.data.tables.labels import UNLABELLED
 from gtrain.errors import ConfigError
 from gtrain.graph.store.manifest import NODE_TYPE
 from gtrain.graph.store.tables import csr_tensor
@@ -65,6 +67,14 @@ class MemoryData(GraphDataModule[MemoryConfig]):
         by_type = {NODE_TYPE: graph.y} if labels is None else labels
         return frozenset(name for name, y in by_type.items() if isinstance(y, Tensor) and self._are_numbers(name, y))
 
+    @property
+    def _no_label(self) -> int | None:
+        return self._for_nan if any(map(_has_nan, self.graph.stores)) else self.unlabelled
+
+    @property
+    def _for_nan(self) -> int:
+        return UNLABELLED if self.unlabelled is None else self.unlabelled
+
     def _are_numbers(self, node_type: str, y: Tensor) -> bool:
         known, kind = self._trained_on_numbers(node_type), self.settings.label_kind
         if known is not None or kind is not None:
@@ -85,12 +95,23 @@ class MemoryData(GraphDataModule[MemoryConfig]):
         return digest.hexdigest()[:16]
 
     def read(self) -> Data | HeteroData:
-        """Return a copy that shares the tensors, with numbers to predict as float ``[N]``."""
+        """Return a copy that shares the tensors.
+
+        Numbers to predict are float ``[N]``; of classes and multi-label ``y``, NaN is the value of no label.
+        """
         graph = copy.copy(self.graph)
-        for name in self.number_labels:
-            nodes = graph[name] if isinstance(graph, HeteroData) else graph
-            nodes.y = nodes.y.flatten().float() if nodes.y.numel() == len(nodes.y) else nodes.y
+        numbers = self.number_labels
+        for name, nodes in graph.node_items() if isinstance(graph, HeteroData) else [(NODE_TYPE, graph)]:
+            if name in numbers:
+                nodes.y = nodes.y.flatten().float() if nodes.y.numel() == len(nodes.y) else nodes.y
+            elif _has_nan(nodes):
+                nodes.y = nodes.y.nan_to_num(nan=self._for_nan)
         return graph
+
+
+def _has_nan(store: Mapping[str, Any]) -> bool:
+    y = store.get("y")
+    return isinstance(y, Tensor) and y.is_floating_point() and bool(y.isnan().any())
 
 
 def _scipy_graph(adjacency: Any, x: Any, y: Any) -> Data:

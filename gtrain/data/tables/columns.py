@@ -29,6 +29,9 @@ UNIQUE_SHARE, UNIQUE_VALUES = 0.5, 100
 """Strings with more distinct values than this share of the rows and this number are text, not categories."""
 SIMILAR_SHARE = 0.9
 """Of strings that look like numbers or dates at least this share, those that do not are probably mistakes."""
+FAR_DEVIATIONS, FAR_SHARE = 5.0, 0.5
+"""Further than this from the mean are at most 1/25 of the numbers of a schema's data. Of other data, such a share is
+warned of, and such a share of categories that did not occur."""
 _LIKE_NUMBER, _LIKE_DATE = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$", r"^\d{4}-\d{2}-\d{2}"
 _TIME_ZONE, _FURTHER_DIGITS = r":\d{2}.*(Z|[+-]\d{2}(:?\d{2})?)$", r"(\.\d{6})\d+"
 
@@ -160,6 +163,8 @@ def apply(table: Table, schema: ColumnSchema, choice: ColumnChoice) -> Block:
     null = pc.is_null(column, nan_is_null=True).to_numpy().astype(bool)
     if schema.kind in _NUMBERS:
         scaled = (_numbers(column, schema, table) - schema.mean) / schema.deviation
+        if schema.kind != "plain":
+            _warn_of_new_values(table, schema, np.abs(scaled[~null]) > FAR_DEVIATIONS, schema.summary)
         parts = [np.where(null, 0.0, scaled), *([null] if schema.missing else [])]
         return Block(np.stack(parts, axis=1).astype(np.float32), None, schema.num_columns, len(column))
     if schema.kind in ("category", "list"):
@@ -171,6 +176,8 @@ def apply(table: Table, schema: ColumnSchema, choice: ColumnChoice) -> Block:
         found = pc.fill_null(pc.index_in(items, pa.array(schema.values, items.type)), rest)
         numbers = np.asarray(found).astype(np.int64)
         known = pc.is_valid(items).to_numpy(zero_copy_only=False)
+        if not schema.other:
+            _warn_of_new_values(table, schema, numbers[known] < 0, f"their columns are 0; {schema.summary}")
         chosen = known & (numbers >= 0)
         rows, numbers = rows[chosen], numbers[chosen]
         if schema.missing:
@@ -260,6 +267,16 @@ def _warn_of_outliers(column: Any, name: str, kind: str, table: Table) -> None:
                 "%s: the column %r is taken as %s, because %r is not a %s; correct it, or name it in %s.missing",
                 *(table.row(row), name, kind, column[row].as_py(), what, table.place.key),
             )
+
+
+def _warn_of_new_values(table: Table, schema: ColumnSchema, new: NDArray[np.bool_], known: str) -> None:
+    """Log that most values of a column, other than those of the schema's data, tell a model nothing that it learned."""
+    if new.size and new.mean() >= FAR_SHARE:
+        what = "did not occur in" if schema.kind in ("category", "list") else "are far outside of"
+        log.warning(
+            "%s: of %d values of the column %r, %d %s the training data (%s); check their unit and spelling",
+            *(table.place.key, new.size, schema.name, int(new.sum()), what, known),
+        )
 
 
 def _suitable(column: Any, schema: ColumnSchema, table: Table) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import glob
+import io
 import re
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -187,7 +190,7 @@ class ArrowTable(_Files):
 class TextTable(_Files):
     """CSV and TSV files, also ``.gz``, whose first line has the names of the columns; all columns are strings.
 
-    An empty field is null. Lines without any character are skipped, and not counted.
+    An empty field is null. Lines without any character are skipped.
     """
 
     text = True
@@ -202,15 +205,29 @@ class TextTable(_Files):
         return self._open(path).schema
 
     def _read(self, path: Path, columns: Sequence[str]) -> Iterator[Any]:
-        place = f"{self.place.key}: {path}"
         try:
             for batch in self._open(path, columns):
                 yield from _slices(batch)
         except pa.ArrowInvalid as error:
-            raise self._malformed(place, error) from error
+            raise self._malformed(path, error) from error
 
     def _row(self, path: Path, number: int) -> str:
-        return f"{path}, line {number + (1 if self.place.header else 2)}"
+        return f"{path}, line {self._line(path, number + (0 if self.place.header else 1))}"
+
+    def _line(self, path: Path, record: int) -> int:
+        """Return the line, from 1, where a record starts; records are counted from 0, the header included."""
+        first, skipped = 1, 0
+        with pa.input_stream(str(path), compression="detect") as stream:
+            text = io.TextIOWrapper(stream, encoding="utf-8", errors="replace", newline="")
+            rows = csv.reader(text, delimiter=self._separators[path])
+            # What csv refuses, such as a field above its limit, ends the count of records with several lines.
+            with suppress(csv.Error):
+                for row in rows:
+                    if row and skipped == record:
+                        break
+                    skipped += bool(row)
+                    first = rows.line_num + 1
+        return first + record - skipped
 
     def _open(self, path: Path, columns: Sequence[str] | None = None) -> Any:
         names = list(self.place.header) if self.place.header else None
@@ -233,7 +250,7 @@ class TextTable(_Files):
                     ),
                 )
         except pa.ArrowInvalid as error:
-            raise self._malformed(f"{self.place.key}: {path}", error) from error
+            raise self._malformed(path, error) from error
 
     def _header(self, path: Path) -> list[str]:
         parsing = pa.csv.ParseOptions(delimiter=self._separators[path], newlines_in_values=True)
@@ -249,13 +266,14 @@ class TextTable(_Files):
             head = stream.read(1 << 16)
         if not head.strip():
             raise DataError(f"{self.place.key}: {path} is empty", hint=f"correct {self.place.key}")
-        line = head.splitlines()[0].decode(errors="replace")
+        line = head.lstrip(b"\r\n").splitlines()[0].decode(errors="replace")
         return max("\t,;|", key=line.count)
 
-    def _malformed(self, place: str, error: Exception) -> DataError:
-        text = str(error).splitlines()[0]
+    def _malformed(self, path: Path, error: Exception) -> DataError:
+        place, text = f"{self.place.key}: {path}", str(error).splitlines()[0]
         if (found := re.search(r"Row #(\d+): (Expected \d+ columns, got \d+)(?:: (.*))?", text)) is not None:
-            line, what, content = found.groups()
+            row, what, content = found.groups()
+            line = self._line(path, int(row) - 1)
             shown = f": {content[:80]!r}" if content else ""
             problem, hint = f"{place}, line {line}: {what[0].lower()}{what[1:]}{shown}", "give each row all columns"
             return DataError(problem, hint=f"{hint}, and put values with a separator in quotes")

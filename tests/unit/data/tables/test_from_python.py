@@ -124,6 +124,17 @@ def test_labels_of_a_graph_of_pyg_may_be_numbers(
     assert int(store.node("test_mask", 0).sum()) == int((~y[4:].isnan()).sum())
 
 
+@pytest.mark.parametrize(("unlabelled", "columns"), [(None, 1), (None, 2), (9, 1)])
+def test_nan_among_classes_is_no_label(unlabelled: int | None, columns: int, tmp_path: Path) -> None:
+    y = torch.tensor([0.0, 1, torch.nan, 1, 0, torch.nan, 1, 0])
+    given = y if columns == 1 else torch.stack([y, 1 - y], dim=1)
+    graph = Data(x=torch.rand(8, 2), y=given, edge_index=torch.tensor([[0, 1], [1, 2]]))
+    data = GraphDataModule.from_pyg(graph, store=str(tmp_path), num_parts=1, unlabelled=unlabelled)
+    data.prepare_data()
+    assert data.facts["num_classes"] == 2 and sum(data.facts["split"]["sizes"].values()) == 6
+    assert graph.y is given and given.isnan().any()
+
+
 def test_a_fraction_may_not_be_a_class(tmp_path: Path) -> None:
     graph = Data(x=torch.rand(4, 2), y=torch.tensor([0.5, 1, 2, 3]), edge_index=torch.tensor([[0], [1]]))
     data = GraphDataModule.from_pyg(graph, store=str(tmp_path), num_parts=1, label_kind="class")

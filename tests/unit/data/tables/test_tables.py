@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -388,6 +389,45 @@ def test_labelled_new_data_are_the_test_split(write: Write, tmp_path: Path) -> N
     wrong.follow(training_of(trained.open_store()))
     with pytest.raises(DataError, match="new.csv, line 2: the label 'z' is none of the checkpoint's 2 classes: x, y"):
         wrong.prepare_data()
+
+
+def test_new_values_unlike_those_of_training_are_warned_of(
+    write: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from gtrain.data.module import training_of
+
+    rows = [
+        f"n{i},{20 + i},2024-01-{i + 1:02d},{'Rome' if i % 2 else 'Oslo'},{'x' if i % 3 else 'y'}" for i in range(20)
+    ]
+    head = "id,age,since,city,label\n"
+    trained = data(tmp_path, nodes={"path": write("n.csv", head + "\n".join(rows)), "label": "label"})
+    trained.prepare_data()
+    caplog.clear()
+    later = [f"m{i},{(20 + i) * 12},2031-01-{i + 1:02d},{'ROME' if i % 4 else 'Oslo'}," for i in range(20)]
+    for new, warned in ((rows[:3], []), (later, ["age", "since", "city"])):
+        other = data(tmp_path, nodes={"path": write("new.csv", head + "\n".join(new))})
+        other.follow(training_of(trained.open_store()))
+        other.prepare_data()
+        messages = [record.getMessage() for record in caplog.records]
+        assert [re.findall("column '(.*?)'", message)[0] for message in messages] == warned
+    assert "of 20 values of the column 'city', 15 did not occur in the training data" in caplog.text
+    assert "of 20 values of the column 'age', 20 are far outside of the training data (mean 29.5" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('id,city,age\nann,"New\nYork",20\nbob,Rome,old\n', 4),
+        ("id,age\n\nann,20\n\n\nbob,old\n", 6),
+        ('id,age\r\n"a\r\n\r\nnn",20\r\n\r\nbob,old\r\n', 6),
+        ('id,age\n"a\nnn",20\n\nbob,1,2\n', 5),
+        ('\nid,age\n"a""\nnn",20\nbob,1,2\n', 5),
+    ],
+)
+def test_lines_are_counted_as_an_editor_counts_them(write: Write, tmp_path: Path, text: str, line: int) -> None:
+    nodes = {"path": write("n.csv", text), "columns": {"age": {"kind": "number"}}}
+    with pytest.raises(DataError, match=f"n.csv, line {line}: "):
+        data(tmp_path, nodes=nodes).prepare_data()
 
 
 def test_new_labels_of_another_type_than_the_classes(write: Write, tmp_path: Path) -> None:
