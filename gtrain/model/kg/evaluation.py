@@ -109,18 +109,21 @@ def _rank(sides: list[_SideRanks], candidates: EntityCandidates) -> None:
 
 
 class _SideRanks:
-    """The queries of one side, the scores of their answers, and counts of better and equal candidates."""
+    """The queries of one side, the scores of their answers, and counts of better and equal candidates.
+
+    Scores are numbers in the order of the scores, see :meth:`~gtrain.model.kg.scores.EdgeScores.in_order`.
+    """
 
     def __init__(self, scores: EdgeScores, queries: RankingQueries, tails: bool) -> None:
         self._scores = scores
-        # Static relations: the operator transforms all candidates, once per relation.
-        self._static = tails and not scores.reciprocal
         self.device = queries.answer.device
-        self._order = queries.relation.argsort(stable=True) if self._static else self._first(len(queries.relation))
-        self._queries = queries = queries.select(self._order)
         given = queries.given.unsqueeze(1)
-        transform = scores.tail_queries if tails else scores.head_queries
-        self._transformed = transform(given, queries.relation).squeeze(1)
+        moved = (scores.tail_queries_of_rows if tails else scores.head_queries)(given, queries.relation)
+        # Otherwise the operator transforms all candidates, once per relation.
+        self._by_relation = moved is None
+        self._order = queries.relation.argsort(stable=True) if moved is None else self._first(len(queries.relation))
+        self._queries = queries = queries.select(self._order)
+        self._transformed = queries.given if moved is None else moved.squeeze(1)
         self._answer_scores = torch.full_like(queries.answer, torch.nan, dtype=self._transformed.dtype)
         self._has_scores = False
         self._better = torch.zeros_like(queries.answer)
@@ -167,9 +170,9 @@ class _SideRanks:
         return known_of(slice(int(part[0]), int(part[-1]) + 1), known.offsets, known.ids)
 
     def _score(self, part: Tensor, rows: Tensor) -> Tensor:
-        """Return the scores of some queries and all nodes of a block, ``[b, n]``."""
-        if not self._static:
-            return self._scores.all_pairs(self._transformed[part], rows)
+        """Return numbers ``[b, n]`` that order all nodes of a block as the scores of some queries do."""
+        if not self._by_relation:
+            return self._scores.in_order(self._transformed[part], rows)
         relations, counts = self._queries.relation[part].unique_consecutive(return_counts=True)
         scores = self._transformed.new_empty(len(part), len(rows))
         each, end = max(1, _TRANSFORMED // max(1, rows.size(1))), 0
@@ -177,7 +180,7 @@ class _SideRanks:
             begin, end = end, end + count
             for low in range(0, len(rows), each):
                 candidates = self._scores.tail_candidates(rows[None, low : low + each], relation).squeeze(0)
-                scores[begin:end, low : low + each] = self._scores.all_pairs(
+                scores[begin:end, low : low + each] = self._scores.in_order(
                     self._transformed[part[begin:end]], candidates
                 )
         return scores
@@ -218,7 +221,7 @@ class _SampledRanks(_SideRanks):
         scores = [rows.new_empty(0)]
         for chosen, column in zip(query.split(each), columns.split(each), strict=True):
             candidates = rows[column]
-            if self._static:
+            if self._by_relation:
                 relation = self._queries.relation[chosen]
                 candidates = self._scores.tail_candidates(candidates.unsqueeze(1), relation).squeeze(1)
             scores.append(self._scores.pairs(self._transformed[chosen], candidates))

@@ -32,12 +32,23 @@ class Operator(nn.Module):
         rows ``[G, n, D]``, relation int64 ``[G]``; result ``[G, n, D]``.
     """
 
+    preserves_norms: ClassVar[bool] = False
+    """Whether transformed rows have the norms of the rows."""
+
     def __init__(self, num_relations: int, dim: int) -> None:
         super().__init__()
 
     @abstractmethod
     def forward(self, rows: Tensor, relation: Tensor) -> Tensor:
         """Return the transformed rows."""
+
+    def adjoint(self, rows: Tensor, relation: Tensor) -> Tensor:
+        """Return rows whose inner product with any ``x`` is that of the given rows and ``g(x)``, plus a constant."""
+        raise NotImplementedError
+
+    def inverse(self, rows: Tensor, relation: Tensor) -> Tensor | None:
+        """Return rows as far from any ``x`` as the given rows are from ``g(x)``; None if g changes distances."""
+        return None
 
     def magnitudes(self, rows: Tensor) -> Tensor:
         """Return the absolute values of a row's numbers ``[..., D]``, which the N3 regularizer cubes."""
@@ -63,7 +74,15 @@ class Operator(nn.Module):
 class Identity(Operator):
     """``g(x) = x`` for all relations."""
 
+    preserves_norms = True
+
     def forward(self, rows: Tensor, relation: Tensor) -> Tensor:
+        return rows
+
+    def adjoint(self, rows: Tensor, relation: Tensor) -> Tensor:
+        return rows
+
+    def inverse(self, rows: Tensor, relation: Tensor) -> Tensor:
         return rows
 
 
@@ -78,6 +97,12 @@ class Translation(Operator):
 
     def forward(self, rows: Tensor, relation: Tensor) -> Tensor:
         return rows + self.vector[relation].unsqueeze(1)
+
+    def adjoint(self, rows: Tensor, relation: Tensor) -> Tensor:
+        return rows
+
+    def inverse(self, rows: Tensor, relation: Tensor) -> Tensor | None:
+        return rows - self.vector[relation].unsqueeze(1)
 
     def relation_magnitudes(self, relation: Tensor) -> Tensor | None:
         return self.vector[relation].abs()
@@ -94,6 +119,12 @@ class Diagonal(Translation):
     def forward(self, rows: Tensor, relation: Tensor) -> Tensor:
         return rows * self.vector[relation].unsqueeze(1)
 
+    def adjoint(self, rows: Tensor, relation: Tensor) -> Tensor:
+        return self(rows, relation)
+
+    def inverse(self, rows: Tensor, relation: Tensor) -> Tensor | None:
+        return None
+
     def linear_form(self, rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
         return rows * others, self.vector
 
@@ -106,12 +137,19 @@ class Linear(Operator):
         self.matrix = nn.Parameter(torch.eye(dim).repeat(num_relations, 1, 1))
 
     def forward(self, rows: Tensor, relation: Tensor) -> Tensor:
+        # Embeddings are rows: A x becomes x @ A.T.
+        return self._product(rows, relation, self.matrix.transpose(1, 2))
+
+    def adjoint(self, rows: Tensor, relation: Tensor) -> Tensor:
+        return self._product(rows, relation, self.matrix)
+
+    @staticmethod
+    def _product(rows: Tensor, relation: Tensor, matrices: Tensor) -> Tensor:
         """Compute one product per relation that occurs: a matrix per group of rows would not fit into memory."""
         order = relation.argsort()
         relations, counts = relation[order].unique_consecutive(return_counts=True)
         pieces = rows[order].split(counts.tolist())
-        # Embeddings are rows: A x becomes x @ A.T.
-        products = [piece @ self.matrix[r].T for piece, r in zip(pieces, relations.tolist(), strict=True)]
+        products = [piece @ matrices[r] for piece, r in zip(pieces, relations.tolist(), strict=True)]
         return torch.cat(products)[order.argsort()] if products else rows
 
 
@@ -144,6 +182,9 @@ class ComplexDiagonal(Operator):
     def forward(self, rows: Tensor, relation: Tensor) -> Tensor:
         return _complex_product(rows, self.real[relation].unsqueeze(1), self.imaginary[relation].unsqueeze(1))
 
+    def adjoint(self, rows: Tensor, relation: Tensor) -> Tensor:
+        return _complex_product(rows, self.real[relation].unsqueeze(1), -self.imaginary[relation].unsqueeze(1))
+
     def magnitudes(self, rows: Tensor) -> Tensor:
         """Absolute values of the complex numbers ``[..., D / 2]``."""
         return _modulus(*rows.chunk(2, dim=-1))
@@ -171,9 +212,20 @@ class Rotation(Operator):
         _check_even("rotation", dim)
         self.angle = nn.Parameter(torch.zeros(num_relations, dim // 2))
 
+    preserves_norms = True
+
     def forward(self, rows: Tensor, relation: Tensor) -> Tensor:
-        angle = self.angle[relation].unsqueeze(1)
-        return _complex_product(rows, angle.cos(), angle.sin())
+        return self._rotated(rows, self.angle[relation])
+
+    def adjoint(self, rows: Tensor, relation: Tensor) -> Tensor:
+        return self._rotated(rows, -self.angle[relation])
+
+    def inverse(self, rows: Tensor, relation: Tensor) -> Tensor:
+        return self.adjoint(rows, relation)
+
+    @staticmethod
+    def _rotated(rows: Tensor, angle: Tensor) -> Tensor:
+        return _complex_product(rows, angle.cos().unsqueeze(1), angle.sin().unsqueeze(1))
 
     def magnitudes(self, rows: Tensor) -> Tensor:
         """Absolute values of the complex numbers ``[..., D / 2]``."""
@@ -247,6 +299,22 @@ class Comparator(ABC):
     def all_pairs(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the scores of all pairs: ``[..., m, D]`` and ``[..., n, D]`` to ``[..., m, n]``."""
 
+    def in_order(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+        """Return numbers that order each row as ``all_pairs(left, right) + bias`` does.
+
+        Shapes:
+            left ``[m, D]``, right ``[n, D]``, bias ``[n]``; result ``[m, n]``.
+        """
+        scores = self.all_pairs(left, right)
+        return scores if bias is None else scores + bias
+
+    @abstractmethod
+    def untransformed(self, operator: Operator, left: Tensor, relation: Tensor) -> Tensor | None:
+        """Return rows that order any others as ``left`` orders those that an operator has transformed.
+
+        None: no row does with this operator. Shapes are those of :class:`Operator`.
+        """
+
 
 class Dot(Comparator):
     """The inner product."""
@@ -257,6 +325,12 @@ class Dot(Comparator):
     def all_pairs(self, left: Tensor, right: Tensor) -> Tensor:
         return left @ right.transpose(-1, -2)
 
+    def in_order(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+        return left @ right.T if bias is None else torch.addmm(bias, left, right.T)
+
+    def untransformed(self, operator: Operator, left: Tensor, relation: Tensor) -> Tensor | None:
+        return operator.adjoint(left, relation)
+
 
 class Cosine(Dot):
     """The cosine of the angle."""
@@ -266,6 +340,12 @@ class Cosine(Dot):
 
     def all_pairs(self, left: Tensor, right: Tensor) -> Tensor:
         return super().all_pairs(F.normalize(left, dim=-1), F.normalize(right, dim=-1))
+
+    def in_order(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+        return super().in_order(F.normalize(left, dim=-1), F.normalize(right, dim=-1), bias)
+
+    def untransformed(self, operator: Operator, left: Tensor, relation: Tensor) -> Tensor | None:
+        return operator.adjoint(left, relation) if operator.preserves_norms else None
 
 
 class SquaredL2(Comparator):
@@ -278,6 +358,14 @@ class SquaredL2(Comparator):
         a, b = left.square().sum(-1).unsqueeze(-1), right.square().sum(-1).unsqueeze(-2)
         return 2 * (left @ right.transpose(-1, -2)) - a - b
 
+    def in_order(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+        # A row's a.a is the same for all others.
+        own = right.square().sum(-1) if bias is None else right.square().sum(-1) - bias
+        return torch.addmm(own, left, right.T, beta=-1, alpha=2)
+
+    def untransformed(self, operator: Operator, left: Tensor, relation: Tensor) -> Tensor | None:
+        return operator.inverse(left, relation)
+
 
 class L2(SquaredL2):
     """Minus the Euclidean distance."""
@@ -287,6 +375,9 @@ class L2(SquaredL2):
 
     def all_pairs(self, left: Tensor, right: Tensor) -> Tensor:
         return _minus_root(super().all_pairs(left, right))
+
+    def in_order(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+        return super().in_order(left, right, None) if bias is None else self.all_pairs(left, right) + bias
 
 
 def _minus_root(negative: Tensor) -> Tensor:
@@ -368,6 +459,24 @@ class EdgeScores(nn.Module):
         if not self.bias:
             return scores
         return scores + queries[..., d].unsqueeze(-1) + candidates[..., d].unsqueeze(-2)
+
+    def in_order(self, queries: Tensor, candidates: Tensor) -> Tensor:
+        """Return numbers ``[m, n]`` that order candidates ``[n, D]`` for each query ``[m, D]`` as their scores do."""
+        d = self.dimension
+        bias = candidates[:, d] if self.bias else None
+        return self.comparator.in_order(queries[:, :d], candidates[:, :d], bias)
+
+    def tail_queries_of_rows(self, heads: Tensor, relation: Tensor) -> Tensor | None:
+        """Return heads as queries that order untransformed tails as :meth:`tail_candidates` are ordered.
+
+        They cost one transformation for each query in place of one for each relation and candidate. None: no query of
+        this operator and comparator does.
+        """
+        if self.reciprocal:
+            return self.tail_queries(heads, relation)
+        d = self.dimension
+        rows = self.comparator.untransformed(self.forwards, heads[..., :d], relation)
+        return torch.cat([rows, heads[..., d:]], dim=-1) if self.bias and rows is not None else rows
 
     def of_edges(self, heads: Tensor, relation: Tensor, tails: Tensor) -> Tensor:
         """Return the scores of the tails: heads and tails ``[B, D]``, relation ``[B]``, scores ``[B]``."""

@@ -332,13 +332,17 @@ def test_ranks_among_sampled_candidates(reciprocal: bool, operator: str, monkeyp
     torch.testing.assert_close(whole[:, 4:], part)
 
 
-@pytest.mark.parametrize("operator", ["complex_diagonal", "affine"])
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("comparator", COMPARATORS)
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("reciprocal", [True, False])
-def test_ranks_are_those_of_a_loop(reciprocal: bool, operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_those_of_a_loop(
+    reciprocal: bool, bias: bool, comparator: str, operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gtrain.model.kg.evaluation._TRANSFORMED", 3 * D)  # candidates are transformed three at a time
-    b, model = batch(), module(reciprocal=reciprocal, operator=operator, comparator="l2", bias=True)
+    b, model = batch(), module(reciprocal=reciprocal, operator=operator, comparator=comparator, bias=bias)
     head, tail = b.edge_label_index.tolist()
-    relation, plain = b.edge_label_type.tolist(), Plain(model, operator, "l2")
+    relation, plain = b.edge_label_type.tolist(), Plain(model, operator, comparator)
     known = [sorted({tail[e], (tail[e] + 1) % N, 5}) for e in range(B)]
     b.known_tail = torch.tensor([t for ids in known for t in ids])
     b.known_tail_ptr = torch.tensor([0, *(len(ids) for ids in known)]).cumsum(0)
