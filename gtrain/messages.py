@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.resources
+import re
 import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -45,6 +46,11 @@ def readable(error: BaseException, arguments: Sequence[str]) -> str | None:
     if isinstance(error, OSError) and _raised_in_hydra(error):
         return (
             f"the run folder cannot be created: {error}.\nHINT: set hydra.run.dir to a folder that can be written to."
+        )
+    if (ambiguous := re.search("Ambiguous value for argument '(.*)'", str(error))) is not None:
+        return (
+            f"{ambiguous[1]} was set; a comma separates the values of a sweep.\n"
+            "HINT: add --multirun for a sweep; write a list as [a,b], and a text with commas in two pairs of quotes."
         )
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return f"{_first_line(causes[-1])}\nHINT: gtrain --help lists the settings."

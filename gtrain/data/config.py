@@ -141,8 +141,8 @@ class DataConfig(DataSettings):
     )
     target: str | None = setting(
         None,
-        "in a heterogeneous graph, the node type or the edge type `source,relation,target` to predict; null: the only "
-        "possible one",
+        "in a heterogeneous graph, the node type or the edge type `source__relation__target` to predict; null: the "
+        "only possible one",
     )
 
     def __post_init__(self) -> None:

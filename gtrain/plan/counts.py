@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gtrain.graph.owners import count_by_owner
 from gtrain.graph.store import Store
-from gtrain.graph.store.manifest import edge_key
+from gtrain.graph.store.manifest import EdgeType, edge_key
 
 EDGES_AT_ONCE = 1 << 24
 
@@ -126,6 +126,12 @@ def count_parts_by_type(store: Store) -> dict[str, Parts]:
             True,
         )
     return counted
+
+
+def count_sources(store: Store, edge_type: EdgeType) -> list[list[float]]:
+    """Count the distinct sources of a part's edges of one type, by owner: :attr:`Parts.reads` of that type alone."""
+    offsets = store.offsets_of(edge_type[0])
+    return [_reads(part, [store.edge("indices", part, edge_type)], offsets) for part in range(store.num_parts)]
 
 
 def assume_parts_by_type(store: Store, num_parts: int, cut_share: float) -> dict[str, Parts]:

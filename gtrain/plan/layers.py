@@ -115,23 +115,23 @@ def add_layer_time(
         )  # fmt: skip
 
 
-def add_scored_edges(estimate: Estimate, run: PlannedRun, edges: float, nodes: float, steps: float) -> None:
+def add_scored_edges(estimate: Estimate, run: PlannedRun, edges: float, ranks: int, steps: float) -> None:
     """Add what a link task costs beside the layers: rows of the edges' ends, and ranking held-out edges.
 
     Args:
         estimate: to which terms are added.
         run: the run.
         edges: true edges that a rank scores in a step.
-        nodes: nodes of a rank, which are candidates.
+        ranks: among which the candidates are distributed.
         steps: in an epoch.
     """
     work = run.workload
-    rows, dim = 2 + negatives_of(run), work.layers[-1].outputs
+    rows, dim = 2 + negatives_of(run), work.embedding_width
     estimate.add(
         MEMORY, "rows of scored edges, and their gradients", "2 * edges * rows * dim * item",
         edges=edges, rows=rows, dim=dim, item=work.item,
     )  # fmt: skip
-    add_ranking(estimate, run, nodes)
+    add_ranking(estimate, run, max(work.ends(ranks).targets.nodes))
     estimate.add(
         BANDWIDTH, "rows of scored edges", "passes * edges * rows * dim * item * steps / gather",
         passes=SCORED_PASSES, edges=edges, rows=rows, dim=dim, item=work.item, steps=steps, gather=run.gather,

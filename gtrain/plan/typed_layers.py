@@ -27,8 +27,6 @@ def check(run: PlannedRun) -> None:
     """
     if not run.workload.typed:
         raise NotEstimated("no formula covers these layers over several types")
-    if run.workload.task == "link":
-        raise NotEstimated("no formula covers edges of graphs with several types")
     if run.workload.store is None:
         raise NotEstimated("the sizes of the types are known from a store alone")
 

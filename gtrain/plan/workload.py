@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.conv import GATConv, GCNConv, GraphConv, MessagePassing, RGCNConv, SAGEConv
 
+from gtrain.data.batches.loader import target_edge_type
 from gtrain.data.module import GraphDataModule
 from gtrain.graph.store import Store
 from gtrain.nn import Table, tables
@@ -23,6 +24,7 @@ from gtrain.plan.counts import (
     count_parts_by_type,
     count_queries,
     count_ranges,
+    count_sources,
 )
 from gtrain.plan.typed import TypedLayer, typed_layers
 
@@ -121,6 +123,21 @@ class WideTable:
     by_node: bool
 
 
+@dataclass(frozen=True)
+class Ends:
+    """The ends of the edges that a link task predicts.
+
+    Attributes:
+        sources: nodes of their type, of which only those are read at which such an edge starts.
+        targets: nodes of their type.
+        one_type: whether both types are the same.
+    """
+
+    sources: Parts
+    targets: Parts
+    one_type: bool
+
+
 @dataclass
 class Workload:
     """The data and the model of a run.
@@ -210,6 +227,25 @@ class Workload:
             return assume_parts(self.num_nodes, self.num_edges, self.num_seeds, count, self.cut_share)
         exact = self.store_of(count)
         return count_ranges(self.store, count) if exact is None else count_parts(exact)
+
+    @property
+    def embedding_width(self) -> int:
+        """Columns of the last layer's result, by which a link task scores edges."""
+        return (self.typed or self.layers)[-1].outputs
+
+    def ends(self, count: int) -> Ends:
+        """Return the nodes at which the edges to predict start and end, in a number of parts."""
+        if not self.heterogeneous:
+            return Ends(self.parts(count), self.parts(count), True)
+        assert self.store is not None
+        edge_type = source, _, target = target_edge_type(self.store)
+        by_type, exact = self.parts_by_type(count), self.store_of(count)
+        if exact is not None:
+            reads = count_sources(exact, edge_type)
+        else:
+            sizes = self.store.num_nodes_of(source), self.store.num_edges_of(edge_type)
+            reads = assume_parts(*sizes, 0, count, self.cut_share).reads
+        return Ends(replace(by_type[source], reads=reads), by_type[target], source == target)
 
     @property
     def feature_bytes(self) -> float:

@@ -88,7 +88,7 @@ class PsPlanner(Planner):
             estimate.add(MEMORY, "kernels and buffers", "buffers", buffers=_BUFFERS)
             layers.add_time(estimate, run, work.num_nodes, work.num_edges, work.num_seeds / run.ranks / steps, steps)
         if work.task == "link":
-            layers.add_scored_edges(estimate, run, work.num_seeds / run.ranks / steps, work.num_nodes, steps)
+            layers.add_scored_edges(estimate, run, work.num_seeds / run.ranks / steps, 1, steps)
         for table in work.tables:
             if table.by_node:
                 estimate.add(

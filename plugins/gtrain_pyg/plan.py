@@ -46,8 +46,7 @@ class PygPlanner(Planner):
             wide.add_table_memory(estimate, run, MEMORY, table, 2)
         layers.add_step_time(estimate, run, steps)
         if work.task == "link":
-            nodes = work.num_nodes / run.ranks
-            layers.add_scored_edges(estimate, run, seeds / run.ranks, nodes, steps)
+            layers.add_scored_edges(estimate, run, seeds / run.ranks, run.ranks, steps)
             estimate.assumptions.append("the batches in which validation encodes all nodes take no more memory")
         estimate.add(
             BANDWIDTH, "sampling", "edges * steps / (cores * sampling)",

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gtrain.data.batches.loader import target_edge_type
 from gtrain.graph.owners import owner_of
 from gtrain.graph.sampling.columns import Columns
 from gtrain.graph.sampling.options import SamplingOptions
@@ -137,17 +138,22 @@ class _Drawing:
             yield from ({target: piece.numpy()} for piece in order.split(seeds) if len(piece) == min(seeds, len(train)))
 
     def _edges(self, seeds: int, own: bool) -> Iterator[dict[str, Array]]:
-        """Yield the distinct ends of edges and of their negative edges, whose targets are any nodes."""
-        store, negatives = self._store, layers.negatives_of(self._run)
-        indptr, indices = whole_indptr(store), whole_edges(store, "indices")
-        indptr = indptr[: (int(store.offsets[1]) if own else store.num_nodes) + 1]
+        """Yield the distinct ends of edges and of their negative edges, whose targets are any nodes of their type."""
+        store, negatives, edge_type = self._store, layers.negatives_of(self._run), target_edge_type(self._store)
+        first, _, second = edge_type
+        indptr, indices = whole_indptr(store, edge_type), whole_edges(store, "indices", edge_type)
+        targets = store.num_nodes_of(second)
+        indptr = indptr[: (int(store.offsets_of(second)[1]) if own else targets) + 1]
         num_edges, rng = int(indptr[-1]), np.random.default_rng(0)
         while True:
             # Without replacement it takes memory for what it draws alone.
             edges = torch.from_numpy(rng.choice(num_edges, min(seeds, num_edges), replace=False, shuffle=False))
             target = torch.searchsorted(indptr, edges, right=True) - 1
-            other = torch.from_numpy(rng.integers(store.num_nodes, size=len(edges) * negatives))
-            yield {NODE_TYPE: torch.cat([indices[edges].to(torch.int64), target, other]).unique().numpy()}
+            other = torch.from_numpy(rng.integers(targets, size=len(edges) * negatives))
+            ends = [(first, indices[edges].to(torch.int64)), (second, target), (second, other)]
+            yield {
+                name: torch.cat([ids for end, ids in ends if end == name]).unique().numpy() for name in {first, second}
+            }
 
     def _sizes(self, sample: HeteroSample) -> tuple[Array, Array, float, float, float]:
         """Return nodes of each type after each hop, edges of each hop, expanded nodes, counts and remote edges."""

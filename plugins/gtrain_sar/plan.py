@@ -41,7 +41,7 @@ class SarPlanner(Planner):
         layers.add_memory(estimate, run, nodes, edges)
         layers.add_time(estimate, run, nodes, edges, max(parts.seeds))
         if work.task == "link":
-            layers.add_scored_edges(estimate, run, work.num_seeds / run.ranks, nodes, 1)
+            layers.add_scored_edges(estimate, run, work.num_seeds / run.ranks, run.ranks, 1)
         if run.ranks > 1:
             # The rank that sends most; the backward pass sends what the forward pass receives.
             rank = max(range(run.ranks), key=lambda p: parts.halo[p] + parts.served[p])
@@ -49,7 +49,7 @@ class SarPlanner(Planner):
                 _add_bytes(estimate, run, parts, rank, number, layer)
                 _add_halo_memory(estimate, run, parts, rank, number, layer)
             if work.task == "link":
-                _add_edge_bytes(estimate, run, parts, rank)
+                _add_edge_bytes(estimate, run, rank)
             _add_exchange(estimate, run, len(work.layers))
         return estimate
 
@@ -72,6 +72,8 @@ def _typed(run: PlannedRun) -> Estimate:
         # Twice: a checkpoint, and the sum over the ranks, copy the rows.
         wide.add_table_memory(estimate, run, MEMORY, table, 2)
     typed_layers.add_time(estimate, run, nodes, edges)
+    if work.task == "link":
+        layers.add_scored_edges(estimate, run, work.num_seeds / run.ranks, run.ranks, 1)
     if run.ranks > 1:
         halo = [sum(parts.halo[p] for parts in by_type.values()) for p in range(run.ranks)]
         served = [sum(parts.served[p] for parts in by_type.values()) for p in range(run.ranks)]
@@ -88,6 +90,8 @@ def _typed(run: PlannedRun) -> Estimate:
             MEMORY, "halo rows in flight", "(halo + served) * width * item",
             halo=max(halo), served=max(served), width=widest, item=_wire_item(run),
         )  # fmt: skip
+        if work.task == "link":
+            _add_edge_bytes(estimate, run, max(range(run.ranks), key=lambda p: halo[p] + served[p]))
         _add_exchange(estimate, run, len(work.typed))
     return estimate
 
@@ -175,24 +179,28 @@ def _add_attention_bytes(
     )  # fmt: skip
 
 
-def _add_edge_bytes(estimate: Estimate, run: PlannedRun, parts: Parts, rank: int) -> None:
+def _add_edge_bytes(estimate: Estimate, run: PlannedRun, rank: int) -> None:
     """Add the embeddings of remote ends of scored edges: sources are in the halo, negatives anywhere."""
     work, others = run.workload, run.ranks - 1
-    reached = "(1 - exp(-draws / total))"
-    numbers = {"draws": work.num_seeds / run.ranks * layers.negatives_of(run), "total": work.num_nodes}
+    ends = work.ends(run.ranks)
+    halo, served = ends.sources.halo[rank], ends.sources.served[rank]
+    own, total = ends.targets.nodes[rank], sum(ends.targets.nodes)
+    # Negatives of the sources' type may be in the halo as well; rows are sent once.
+    fetched, given = "halo + remote * (1 - exp(-draws / total))", "served + remote * (1 - exp(-draws / total))"
+    numbers = {"draws": work.num_seeds / run.ranks * layers.negatives_of(run), "total": total}
+    remote = total - own - (halo if ends.one_type else 0)
     estimate.add(
-        SENT, "ids of remote ends of edges", f"8 * (halo + (remote - halo) * {reached}) + others * header",
-        halo=parts.halo[rank], remote=work.num_nodes - parts.nodes[rank], others=others, header=_GATHERED, **numbers,
+        SENT, "ids of remote ends of edges", f"8 * ({fetched}) + others * header",
+        halo=halo, remote=remote, others=others, header=_GATHERED, **numbers,
     )  # fmt: skip
     estimate.add(
-        SENT, "embeddings of ends of edges", f"(served + (others * own - served) * {reached}) * dim * item",
-        served=parts.served[rank], others=others, own=parts.nodes[rank], dim=work.layers[-1].outputs, item=work.item,
+        SENT, "embeddings of ends of edges", f"({given}) * dim * item",
+        served=served, remote=others * own - (served if ends.one_type else 0), dim=work.embedding_width, item=work.item,
         **numbers,
     )  # fmt: skip
     estimate.add(
-        SENT, "gradients of embeddings", f"(halo + (remote - halo) * {reached}) * dim * item",
-        halo=parts.halo[rank], remote=work.num_nodes - parts.nodes[rank], dim=work.layers[-1].outputs, item=work.item,
-        **numbers,
+        SENT, "gradients of embeddings", f"({fetched}) * dim * item",
+        halo=halo, remote=remote, dim=work.embedding_width, item=work.item, **numbers,
     )  # fmt: skip
 
 

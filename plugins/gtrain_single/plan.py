@@ -32,7 +32,7 @@ class SinglePlanner(Planner):
             wide.add_sparse_rows(estimate, run, work.tables[0], work.num_seeds, 1.0)
         layers.add_time(estimate, run, work.num_nodes, work.num_edges, work.num_seeds / steps, steps)
         if work.task == "link" and work.layers:
-            layers.add_scored_edges(estimate, run, work.num_seeds / steps, work.num_nodes, steps)
+            layers.add_scored_edges(estimate, run, work.num_seeds / steps, 1, steps)
         return estimate
 
     def _typed(self, estimate: Estimate, run: PlannedRun, steps: int) -> None:
@@ -44,3 +44,5 @@ class SinglePlanner(Planner):
         for table in work.tables:
             wide.add_table_memory(estimate, run, MEMORY, table, 2)
         typed_layers.add_time(estimate, run, nodes, work.num_edges, steps)
+        if work.task == "link":
+            layers.add_scored_edges(estimate, run, work.num_seeds / steps, 1, steps)

@@ -21,7 +21,7 @@ from gtrain.errors import ConfigError
 from gtrain.graph import partition as partitions
 from gtrain.graph.partition.adjacency import Adjacency
 from gtrain.graph.store.files import chunks
-from gtrain.graph.store.manifest import HELD_OUT, NODE_TYPE
+from gtrain.graph.store.manifest import HELD_OUT, NODE_TYPE, edge_key
 from gtrain.graph.store.tables import EdgeArrays, Graph, csr_tensor
 from gtrain.nn.compressed import is_compressed
 from gtrain.nn.csr import Csr
@@ -337,17 +337,20 @@ def _target_edge(graph: Data | HeteroData, target: str | None) -> tuple[str, str
             raise ConfigError(f"data.target={target}, and the graph has one type of edges", hint="remove data.target")
         return None
     held_out = [t for t in graph.edge_types if any(f"{split}_edge_index" in graph[t] for split in HELD_OUT)]
-    choices = {",".join(edge_type): edge_type for edge_type in graph.edge_types}
+    # Commas separate the values of a sweep on the command line.
+    choices = {edge_key(edge_type): edge_type for edge_type in graph.edge_types}
     if target is None and len(held_out or choices) == 1:
         return (held_out or list(graph.edge_types))[0]
-    if target not in choices:
+    by_commas = {",".join(edge_type): edge_type for edge_type in graph.edge_types}
+    chosen = choices.get(target or "") or by_commas.get(target or "")
+    if chosen is None:
         raise ConfigError(
             f"data.target={target} is not an edge type of the graph"
             if target is not None
             else f"the graph has {len(choices)} edge types, and data.target does not select the one to predict",
             hint=f"set data.target to one of: {'; '.join(choices)}",
         )
-    return choices[target]
+    return chosen
 
 
 def _rows_to_one(x: Tensor) -> Tensor:

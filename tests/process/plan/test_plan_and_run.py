@@ -76,6 +76,7 @@ def assert_planned(folder: Path, row: str, *overrides: str) -> None:
         assert plan["server_memory_bytes"] == pytest.approx(memory, rel=0.2)
 
 
+WRITES = ("model.task=link", "data.target=author__writes__paper")
 SERVED = "model.sparse_optimizer={_target_:gtrain.nn.RowwiseAdagrad,lr:0.1}"
 
 
@@ -85,8 +86,12 @@ SERVED = "model.sparse_optimizer={_target_:gtrain.nn.RowwiseAdagrad,lr:0.1}"
     [
         ("sar 1", ("model=hetero_sage",)),
         ("pyg", ("model=hetero_sage", "data.batch_size=512", "data.num_neighbors=[10,5]")),
+        ("single", ("model=hetero_sage", *WRITES)),
+        ("sar 1", ("model=hetero_sage", *WRITES)),
+        ("sar 3", ("model=hgt", "model.task=link", "data.target=paper__cites__paper")),
+        ("pyg", ("model=hetero_sage", *WRITES, "data.batch_size=512", "data.num_neighbors=[10,5]")),
     ],
-    ids=["sar", "pyg"],
+    ids=["sar", "pyg", "edges, single", "edges, sar", "edges of one type, sar", "edges, pyg"],
 )
 def test_graphs_of_several_types_cost_what_is_planned(row: str, settings: tuple[str, ...], tmp_path: Path) -> None:
     assert_planned(tmp_path, row, "data=planted_hetero", *settings)

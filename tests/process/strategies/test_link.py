@@ -27,7 +27,7 @@ RELATIONS = ["data=planted_kg", "data.num_entities=80", "data.num_relations=4", 
 CASES = {
     "features": ["model=link_sage", *PLANTED, "model.num_negatives=3", "model.decoder=mlp"],
     "two types": ["model=hetero_sage", "model.task=link", *TYPED, "data.target='author,writes,paper'"],
-    "one of several types": ["model=hgt", "model.task=link", *TYPED, "data.target='paper,cites,paper'"],
+    "one of several types": ["model=hgt", "model.task=link", *TYPED, "data.target=paper__cites__paper"],
     "relations": ["model=rgcn", "model.task=link", "+model.decoder=distmult", *RELATIONS, "data.num_triples=900"],
 }
 NAMES = ("train/loss", "val/loss", "val/mrr", "val/hits@1", "val/hits@10", "val/auc")

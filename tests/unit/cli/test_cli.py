@@ -37,6 +37,11 @@ def message(*overrides: str) -> str:
     return text
 
 
+def test_several_values_without_multirun() -> None:
+    text = message("data.target=author,writes,paper")
+    assert text.startswith("data.target=author,writes,paper was set; a comma") and "--multirun" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
