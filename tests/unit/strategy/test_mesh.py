@@ -257,7 +257,8 @@ def test_a_rank_that_does_not_come_is_named(silent: str, monkeypatch: pytest.Mon
         for attempt in [pool.submit(connect, rank) for rank in range(2)]:
             with pytest.raises(PeerLostError, match="rank 2 (cannot be reached|did not connect within 3 s)"):
                 attempt.result()
-    assert said and set(said) == {"rank 2 to connect"}
+    # On a busy machine the other rank may have been waited for, too, until it came.
+    assert said and said[-1] == "rank 2 to connect"
 
 
 # ---------------------------------------------------------------------------------------------------- who is let in
