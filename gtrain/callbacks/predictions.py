@@ -47,7 +47,7 @@ class NodeIds:
     Attributes:
         names: their names by id; None: ids are numbers.
         columns: the columns of their key in the source data.
-        types: type of each column: ``int64``, ``uint64`` or ``string``.
+        types: type of each column, see :class:`~gtrain.data.tables.keys.KeyForm`.
     """
 
     names: Names | None
@@ -69,7 +69,7 @@ class NodeIds:
         """The columns of the ids with their types."""
         if self.names is None:
             return [("id", pa.int64())]
-        return [(name, getattr(pa, dtype)()) for name, dtype in zip(self.columns, self.types, strict=True)]
+        return [(name, pa.type_for_alias(dtype)) for name, dtype in zip(self.columns, self.types, strict=True)]
 
     def arrays(self, ids: NDArray[np.int64]) -> list[Any]:
         """Return the columns of some ids."""

@@ -124,7 +124,9 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
     """The reason why edge weights must not all be 0, from :func:`~gtrain.model.inputs.zero_demand`; such a graph is
     refused before it is partitioned."""
     trained: Mapping[str, Any] | None = None
-    """The facts of the data that a model was trained on, if it is applied to other data; see :meth:`follow`."""
+    """The facts of the data that a model was trained on, if these data are others; see :meth:`follow`."""
+    applied: bool = False
+    """Whether such a model is applied to these data, and not trained further on them."""
     predict_type: str | None = None
     """The type of the nodes of :meth:`predict_dataloader`; None: that of the labels."""
     run_in_child: Callable[[Callable[[], Store]], dict[str, int]] | None = None
@@ -353,14 +355,16 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
             self.identity()  # stamps each file
         self.check_files()
 
-    def follow(self, training: Mapping[str, Any] | None) -> None:
+    def follow(self, training: Mapping[str, Any] | None, *, applied: bool = True) -> None:
         """Prepare other data than a model was trained on as the model expects them.
 
-        Classes, and the columns of features with their transformation, are those of the training data. Nodes need no
-        labels, and those that have one are the test split. If the data are those of the training, nothing changes.
+        Classes, relations, and the columns of features with their transformation, are those of the training data. If
+        the data are those of the training, nothing changes.
 
         Args:
             training: of a checkpoint, see :func:`training_of`; None: unknown, and nothing changes.
+            applied: whether the model is applied. Nodes then need no labels, and those that have one are the test
+                split. Otherwise it is trained further, and the data are split as usual.
         """
         if training is None or self.settings.remote_store is not None:
             return
@@ -371,7 +375,7 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         # "public" has what the public split depends on, which is no other data.
         mine, theirs = ({**graph, "public": None} for graph in (identity, training["graph"]))
         if self.name != training["name"] or not same_source(mine, theirs):
-            self.trained = training["facts"]
+            self.trained, self.applied = training["facts"], applied
 
     def check_files(self) -> None:
         """Refuse missing or malformed files before the graph is read; sources override this.
@@ -569,7 +573,7 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         return {
             **({"buckets": True} if self.edge_buckets else {}),
             **({} if layout == "auto" else {"feature_layout": layout}),
-            **({} if self.trained is None else {"trained": self.trained}),
+            **({} if self.trained is None else {"trained": self.trained, "applied": self.applied}),
             "name": self.name,
             "normalize_features": self.normalize_features,
             "unlabelled": self.unlabelled,
@@ -600,9 +604,9 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         return frozenset()
 
     def _trained_on_numbers(self, node_type: str) -> bool | None:
-        """Whether the trained model that is applied to this data predicts numbers for nodes of a type.
+        """Whether the model of :attr:`trained` predicts numbers for nodes of a type.
 
-        None: no model is applied, it predicts another type, or it is not known.
+        None: there is no such model, it predicts another type, or it is not known.
         """
         trained = self.trained or {}
         is_known = trained.get("num_classes") is not None or trained.get("label_scale") is not None
@@ -631,7 +635,7 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
             lay_out(graph, self.settings.feature_layout)
         trained = self.trained or {}
         num_classes = trained.get("num_classes") if self.num_classes is None else self.num_classes
-        options = (self._no_label, num_classes, self.normalize_features, self.origin, self.trained is not None)
+        options = (self._no_label, num_classes, self.normalize_features, self.origin, self.applied)
         preparation = Preparation(
             self.task,
             self.target,
@@ -697,7 +701,7 @@ def _source(name: str) -> Any:
 
 
 LABEL_FACTS = ("num_classes", "multilabel", "label_values", "label_scale", "target")
-TRAINING_FACTS = (*LABEL_FACTS, "num_features", "schema", "numbering")
+TRAINING_FACTS = (*LABEL_FACTS, "num_features", "schema", "numbering", "relation_values")
 """The facts of training data that a model's predictions on other data depend on."""
 
 

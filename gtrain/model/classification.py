@@ -133,7 +133,8 @@ class Classifier(OptimizedModule):
         if "y" not in nodes:
             raise DataError(
                 "this graph has no labels to classify by.",
-                hint="give the source labels (data.labels), or predict edges: model=link_sage or kg.",
+                hint="give the source labels (data.labels; of data=tables data.nodes.label), or predict edges: "
+                "model=link_sage or kg.",
             )
         scores, labels = self.seed_scores(batch), nodes.y[batch.seeds]
         # A loss of bfloat16 would have two digits, and its weight would not count beyond 256.

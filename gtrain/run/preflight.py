@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.resources
 import inspect
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ from gtrain.settings import as_typed, nested
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.remote_checkpoint import RemoteCheckpoint, check_dirpath
+
+log = logging.getLogger("gtrain")
 
 
 def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str]) -> None:
@@ -62,8 +65,10 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
         check_folder(job.output.parent, f"output={job.output}")
     data = data_module(config, ranks)
     is_first = _machine(config) == 0
-    if is_first and verb in APPLYING and (path := job.checkpoint()) is not None:
-        data.follow(checkpoints.training_data(path))
+    if is_first and verb not in PREPARING and (path := job.checkpoint()) is not None:
+        data.follow(checkpoints.training_data(path), applied=verb in APPLYING)
+        if data.trained is not None and not data.applied:
+            log.info("%s: other data than those of the training so far, with its columns and classes", data.origin)
     if is_first:  # the others may lack the raw files: they fetch what machine 0 prepares
         data.check_inputs()
     check_folder(data.store, f"data.store={data.store}")

@@ -176,8 +176,8 @@ class Task:
             checkpoint = strategy.restart_checkpoint(run_dir) or checkpoint
         server_meter = _server_meter(strategy)
         data = data_module(config, strategy.world_size)
-        if checkpoint is not None and config["verb"] in APPLYING:
-            data.follow(checkpoints.training_data(checkpoint))
+        if checkpoint is not None:
+            data.follow(checkpoints.training_data(checkpoint), applied=config["verb"] in APPLYING)
         data.weight_demand = partial(_weight_demand, config, strategy.model_name)
         data.zero_demand = partial(_weight_demand, config, strategy.model_name, demand=zero_demand)
         prepare(data)
@@ -396,7 +396,7 @@ class Task:
         writer = self._write(trainer, model, data, checkpoint, self.output)
         store = data.open_store()
         if (
-            self.embeds
+            (self.embeds or data.task == "link")  # of which predictions are the embeddings of both ends
             and len(store.node_types) > 1
             and not store.facts.get("entity_types")
             and self.format != "pbg_hdf5"

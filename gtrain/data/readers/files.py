@@ -110,7 +110,9 @@ def find_files(key: str, names: FileNames, root: Path) -> list[Path]:
                 check_encoding(path)
             return files
         if candidate.is_dir():
-            raise DataError(f"{key}={names}: the folder has no files", hint=f"set {key} to a folder of files")
+            inner = next((path for path in matches if path.is_dir()), None)
+            also = "" if inner is None else f"; for the folders in it, such as {inner.name}: {names}/*/*"
+            raise DataError(f"{key}={names}: the folder has no files", hint=f"set {key} to a folder of files{also}")
     if any(mark in names for mark in "*?["):
         raise DataError(f"{key}={names}: no file matches the pattern, here or in {root}", hint=f"correct {key}")
     return [find_file(key, names, root)]

@@ -55,7 +55,7 @@ class RowData(GraphDataModule[S]):
     @property
     def unlabelled_value(self) -> int | None:
         """The label of rows without a label; None: each row has one. Rows for a trained model need none."""
-        return ABSENT if self.unlabelled is None and self.trained is not None else self.unlabelled
+        return ABSENT if self.unlabelled is None and self.applied else self.unlabelled
 
     @property
     def _no_label(self) -> int | None:

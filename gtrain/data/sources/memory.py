@@ -115,6 +115,11 @@ def _has_nan(store: Mapping[str, Any]) -> bool:
 
 
 def _scipy_graph(adjacency: Any, x: Any, y: Any) -> Data:
+    if not hasattr(adjacency, "tocoo"):
+        raise ConfigError(
+            f"a {type(adjacency).__name__} was given as an adjacency matrix.",
+            hint="give a sparse matrix: scipy.sparse.coo_array(matrix).",
+        )
     matrix = adjacency.tocoo()
     if matrix.shape[0] != matrix.shape[1]:
         raise ConfigError(f"an adjacency matrix of shape {matrix.shape} was given.", hint="give a square matrix.")

@@ -119,7 +119,7 @@ class ParquetData(RowData[ParquetConfig]):
     @property
     def _has_labels(self) -> bool:
         """Whether the files have the column of labels, which rows for a trained model may lack."""
-        return self.trained is None or self.settings.label in column_names(self._files()["path"][0])
+        return not self.applied or self.settings.label in column_names(self._files()["path"][0])
 
     def _open_files(self) -> ParquetFiles:
         files = self._files()

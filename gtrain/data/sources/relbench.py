@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ from gtrain.graph.store.tables import EdgeArrays
 ALWAYS = -(2**62)
 """The time of rows of tables without times: before every other."""
 TASK = "task"
-"""The node type of the rows of the task's tables; of a task of recommendation, the relation of its edges."""
+"""The node type of the rows of the task's tables, unless a table has this name; of a task of recommendation, the
+relation of its edges."""
 _SPLITS = ("train", "val", "test")
 _NOTHING = Features((), (), {})
 
@@ -115,9 +116,9 @@ class RelBenchData(TableData[RelBenchConfig]):
             nodes[name] = NodeDescription(name, place, (table.key,) if table.key else (), features, labels, table.time)
         if self._recommendation is not None:
             return nodes
-        place = self._place(TASK, self._task)
+        place, node_type = self._task_place, self._task_type
         labels = LabelColumns(place, None, self._label, None, self._label_kind(place))
-        nodes[TASK] = NodeDescription(TASK, place, self._task_key, _NOTHING, labels, self._task.time)
+        nodes[node_type] = NodeDescription(node_type, place, self._task_key, _NOTHING, labels, self._task.time)
         return nodes
 
     @cached_property
@@ -132,8 +133,8 @@ class RelBenchData(TableData[RelBenchConfig]):
             return [*edges, self._answers(self._recommendation)]
         for column, entity in self._task.foreign.items():
             # From the entity to the row, and not back.
-            place = self._place(TASK, self._task)
-            edges.append(self._foreign_key((entity, f"{REVERSE}{column}", TASK), place, (column,), self._task_key))
+            kind = (entity, f"{REVERSE}{column}", self._task_type)
+            edges.append(self._foreign_key(kind, self._task_place, (column,), self._task_key))
         return edges
 
     @property
@@ -157,13 +158,27 @@ class RelBenchData(TableData[RelBenchConfig]):
             return graph
         first = 0
         for split, rows in zip(_SPLITS, self._task_rows, strict=True):
-            mask = torch.zeros(int(graph[TASK].num_nodes or 0), dtype=torch.bool)
+            task = graph[self._task_type]
+            mask = torch.zeros(int(task.num_nodes or 0), dtype=torch.bool)
             mask[first : first + rows] = True
-            graph[TASK][f"{split}_mask"], first = mask, first + rows
+            task[f"{split}_mask"], first = mask, first + rows
         return graph
 
+    def follow(self, training: Mapping[str, Any] | None, *, applied: bool = True) -> None:
+        super().follow(training, applied=applied)
+        # What the tables are depends on it: rows that a model is applied to may lack the column of labels.
+        for name in ("described_nodes", "described_edges", "_recommendation", "_task_place", "_tables"):
+            self.__dict__.pop(name, None)
+
     def check_files(self) -> None:
-        """Refuse missing files, unknown columns, and a task of another kind than the model's."""
+        """Refuse missing files, unknown columns, missing labels, and a task of another kind than the model's."""
+        if not self.applied and self._recommendation is None and self._label is None:
+            raise ConfigError(
+                f"data.name={self.settings.name} has no column that is neither a key nor the time.",
+                hint="add the column of labels to its files.",
+            )
+        if not self.applied:
+            self._open(self._place(f"{self._task_type} ", self._task))  # whose files have the same columns
         super().check_files()
         asks, task = ("for labels", "node") if self._recommendation is None else ("which rows follow", "link")
         if self.task != task:
@@ -177,8 +192,10 @@ class RelBenchData(TableData[RelBenchConfig]):
     @cached_property
     def _recommendation(self) -> _Recommendation | None:
         """The columns of a task of recommendation; None: the task asks for labels."""
-        foreign, place = self._task.foreign, self._place(TASK, self._task)
-        types = self._open(place).types
+        foreign = self._task.foreign
+        types = self._open(self._task_place).types
+        if self.applied and self._trained_on_numbers(self._task_type) is not None:
+            return None  # its new rows may lack the column of labels
         lists = [column for column in foreign if is_list(types[column])]
         others = [name for name in self._task.columns if name not in (*foreign, self._task.time)]
         if not lists and (len(foreign) != 2 or others or self.settings.label is not None):
@@ -201,7 +218,7 @@ class RelBenchData(TableData[RelBenchConfig]):
     def _answers(self, asked: _Recommendation) -> EdgeDescription:
         return EdgeDescription(
             asked.edge_type,
-            self._place(f"{TASK}.{asked.target}", self._task),
+            replace(self._task_place, key=f"{TASK}.{asked.target}"),
             _NOTHING,
             (asked.source,),
             (asked.target,),
@@ -299,28 +316,49 @@ class RelBenchData(TableData[RelBenchConfig]):
         named = not any(rows.column(name).null_count for name in columns)
         return tuple(columns) if named and len(distinct) == len(rows) else ()
 
+    @cached_property
+    def _task_type(self) -> str:
+        """The node type of the rows of the task."""
+        name = TASK
+        while name in self._database:
+            name += "_rows"
+        return name
+
+    @cached_property
+    def _task_place(self) -> Place:
+        """The rows of the task: its files, or their common columns where some lack labels."""
+        task = self._task
+        if all(pq.read_schema(file).names == list(task.columns) for file in task.paths):
+            return Place(self._task_type, path=[str(path) for path in task.paths])
+        tables = [pq.read_table(file, columns=list(task.columns)) for file in task.paths]
+        return Place(self._task_type, frame=pa.concat_tables(tables, promote_options="permissive"))
+
     @property
     def _task_rows(self) -> list[int]:
         return [pq.read_metadata(file).num_rows for file in self._task.paths]
 
     @property
-    def _label(self) -> str:
+    def _label(self) -> str | None:
+        """The column of labels; None: the files have none."""
         others = [name for name in self._task.columns if name not in (*self._task.foreign, self._task.time)]
-        if self.settings.label is not None:
-            return self.settings.label
-        if len(others) != 1:
+        if (chosen := self.settings.label) is not None:
+            return None if self.applied and chosen not in self._task.columns else chosen
+        if not others:
+            return None
+        if len(others) > 1:
             raise ConfigError(
-                f"data.name={self.settings.name} has {len(others)} columns that are neither a key nor the time"
-                + (f": {', '.join(others)}." if others else "."),
+                f"data.name={self.settings.name} has {len(others)} columns that are neither a key nor the time: "
+                f"{', '.join(others)}.",
                 hint="set data.label to the column of labels.",
             )
         return others[0]
 
     def _label_kind(self, place: Place) -> str:
         """Return the kind of the labels: the one that was set, or ``number`` if a label has a fraction."""
-        if self.settings.label_kind is not None or self._label not in self._task.columns:  # check_files refuses it
+        label = self._label
+        if self.settings.label_kind is not None or label not in self._task.columns:  # check_files refuses it
             return self.settings.label_kind or "class"
-        return "number" if has_fractions(self._open(place), self._label) else "class"
+        return "number" if has_fractions(self._open(place), label) else "class"
 
     def _place(self, name: str, table: _Table) -> Place:
         return Place(name, path=[str(path) for path in table.paths])
@@ -331,7 +369,7 @@ class RelBenchData(TableData[RelBenchConfig]):
         both = not kind[1].startswith(REVERSE)
         return EdgeDescription(
             kind,
-            Place(f"{place.key}.{kind[1]}", path=place.path),
+            replace(place, key=f"{place.key}.{kind[1]}"),
             _NOTHING,
             source,
             target,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -33,6 +34,7 @@ FAR_DEVIATIONS, FAR_SHARE = 5.0, 0.5
 """Further than this from the mean are at most 1/25 of the numbers of a schema's data. Of other data, such a share is
 warned of, and such a share of categories that did not occur."""
 _LIKE_NUMBER, _LIKE_DATE = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$", r"^\d{4}-\d{2}-\d{2}"
+_TRUTH, _INTEGER = ("false", "true"), r"^-?\d+$"
 _TIME_ZONE, _FURTHER_DIGITS = r":\d{2}.*(Z|[+-]\d{2}(:?\d{2})?)$", r"(\.\d{6})\d+"
 
 
@@ -126,6 +128,8 @@ def infer(table: Table, name: str, choice: ColumnChoice, max_values: int) -> Col
         DataError: a value does not suit the kind that the user named.
     """
     column = present(table.column(name), table)
+    if choice.kind is None and choice.encoder is None:
+        column = as_truth_values(column)
     kind = choice.kind or ("text" if choice.encoder is not None else _kind(column))
     if choice.kind is None and choice.encoder is None and is_text(column.type):
         _warn_of_outliers(column, name, kind, table)
@@ -159,7 +163,8 @@ def apply(table: Table, schema: ColumnSchema, choice: ColumnChoice) -> Block:
     Raises:
         DataError: a value does not suit the schema; names file, row and value.
     """
-    column = _suitable(present(table.column(schema.name), table), schema, table)
+    column = present(table.column(schema.name), table)
+    column = _suitable(as_truth_values(column) if schema.kind in _NUMBERS else column, schema, table)
     null = pc.is_null(column, nan_is_null=True).to_numpy().astype(bool)
     if schema.kind in _NUMBERS:
         scaled = (_numbers(column, schema, table) - schema.mean) / schema.deviation
@@ -172,6 +177,7 @@ def apply(table: Table, schema: ColumnSchema, choice: ColumnChoice) -> Block:
             rows, items = np.arange(len(column)), _strings(column)
         else:
             rows, items = _items(column, schema, table)
+        items = _spelled(items, schema.values)
         rest = len(schema.values) if schema.other else -1
         found = pc.fill_null(pc.index_in(items, pa.array(schema.values, items.type)), rest)
         numbers = np.asarray(found).astype(np.int64)
@@ -228,6 +234,29 @@ def present(column: Any, table: Table) -> Any:
     trimmed = pc.utf8_trim_whitespace(column)
     absent = pc.is_in(trimmed, pa.array(table.place.missing, trimmed.type))
     return pc.if_else(absent, pa.scalar(None, trimmed.type), trimmed)
+
+
+def as_truth_values(column: Any) -> Any:
+    """Return a column of the texts ``true`` and ``false``, in any case, as truth values; others as they are."""
+    if not is_text(column.type) or column.null_count == len(column):
+        return column
+    lower = pc.utf8_lower(column)
+    for part in (lower[:100], lower):
+        if not set(pc.unique(part).drop_null().to_pylist()) <= set(_TRUTH):
+            return column
+    return pc.equal(lower, pa.scalar("true", lower.type))
+
+
+def _spelled(items: Any, values: Sequence[str]) -> Any:
+    """Return items with the spelling of known values: another file format may write truth values and numbers in another
+    way, such as ``True`` for ``true``, or ``10.0`` for ``10`` beside missing values."""
+    if values and {value.lower() for value in values} <= set(_TRUTH):
+        for value in values:
+            same = pc.equal(pc.utf8_lower(items), pa.scalar(value.lower(), items.type))
+            items = pc.if_else(same, pa.scalar(value, items.type), items)
+    elif values and all(re.match(_INTEGER, value) for value in values):
+        items = pc.replace_substring_regex(items, r"^(-?\d+)\.0+$", r"\1")
+    return items
 
 
 def _kind(column: Any) -> str:
@@ -367,7 +396,10 @@ def _parsed_dates(column: Any) -> NDArray[np.float64]:
 
 
 def _seconds(column: Any) -> NDArray[np.float64]:
-    """Return dates and times as seconds since 1970."""
+    """Return dates and times as seconds since 1970; whole numbers are seconds."""
+    if pa.types.is_integer(column.type):
+        seconds: NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        return seconds
     zone = getattr(column.type, "tz", None)
     micros = column.cast(pa.timestamp("us", zone), safe=False).cast(pa.int64())
     values: NDArray[np.float64] = micros.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) / 1e6
@@ -416,9 +448,9 @@ def _items(column: Any, schema: ColumnSchema, table: Table) -> tuple[Ints, Any]:
                 hint=f"say what separates its items: columns: {{{schema.name}: {{kind: list, separator: '|'}}}}",
             )
         column = pc.split_pattern(column, schema.separator)
-    if not hasattr(column.type, "value_type"):
+    if not hasattr(column.type, "value_type") or pa.types.is_nested(column.type.value_type):
         raise DataError(
-            f"{table.place.key}: the column {schema.name!r} holds {column.type}, and lists are expected",
+            f"{table.place.key}: the column {schema.name!r} holds {column.type}, and lists of values are expected",
             hint=f"set {table.place.key}.columns.{schema.name} to another kind",
         )
     whole = in_one_piece(column)
@@ -462,7 +494,13 @@ def _encoded(column: Any, choice: ColumnChoice, schema: ColumnSchema, table: Tab
             f"{table.place.key}: the column {schema.name!r} needs its encoder, which is {encoder!r}",
             hint="encoder: {_target_: your_package.embed, _partial_: true}",
         )
-    result = np.asarray(encoder(column.to_pylist()), dtype=np.float32)
+    try:
+        result = np.asarray(encoder(column.to_pylist()), dtype=np.float32)
+    except Exception as error:  # of the user's function
+        raise DataError(
+            f"{table.place.key}: the encoder of {schema.name!r} failed: {type(error).__name__}: {error}",
+            hint="it gets a list of the column's values, None where one is missing, and returns an array of numbers",
+        ) from error
     if result.ndim != 2 or len(result) != len(column) or (schema.width and result.shape[1] != schema.width):
         found, wanted = list(result.shape), f"[{len(column)}, {schema.width or 'd'}]"
         raise DataError(

@@ -330,6 +330,9 @@ def column_choices(key: str, columns: Mapping[str, Any]) -> dict[str, ColumnChoi
                 hint="encoder: {_target_: your_package.embed, _partial_: true}, a function from a list of strings to "
                 "an array with a row for each.",
             )
+        most = choice.get("max_values")
+        if most is not None and (not isinstance(most, int) or most < 1):
+            raise ConfigError(f"{within}.max_values={most} was set.", hint="give a number of values, 1 or more.")
         choices[str(name)] = ColumnChoice(**choice)
     return choices
 

@@ -45,7 +45,7 @@ def as_table(frame: Any) -> Any:
             return frame.to_arrow()
         if hasattr(frame, "iloc"):
             return pa.Table.from_pandas(_with_index(frame), preserve_index=False).replace_schema_metadata()
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError) as error:
         raise ConfigError(
             f"a data frame cannot be read: {str(error).splitlines()[0]}",
             hint="give each column values of one type: frame[column].astype(str).",
@@ -85,6 +85,8 @@ def of_networkx(graph: Any, label: str | None) -> dict[str, Any]:
     Raises:
         ConfigError: two nodes have one name, or an attribute has values of different types.
     """
+    if not len(graph):
+        raise ConfigError("a networkx graph without nodes was given.", hint="add nodes.")
     whole = all(type(node) is int for node in graph)
     names = {node: node if whole else str(node) for node in graph}
     if len(set(names.values())) < len(names):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import logging
 import os
@@ -126,7 +127,7 @@ class TableData(GraphDataModule[T]):
             table = self._open(nodes.place)
             node_key(table, nodes.key)
             table.check([nodes.time])
-            if self.trained is None:
+            if not self.applied:
                 labels = nodes.labels
                 self._open(labels.place).check([labels.label, labels.split, *(labels.key or ())])
                 feature_columns(table, nodes.features, [])
@@ -139,11 +140,14 @@ class TableData(GraphDataModule[T]):
 
     def read(self) -> Data | HeteroData | EdgeArrays:
         """Read the tables."""
-        self._facts = {"schema": {}, "keys": {}}
+        self._facts, self._names = {"schema": {}, "keys": {}}, {}
+        self._relation_values = list((self.trained or {}).get("relation_values") or ())
         keys = {name: NodeKeys(name, nodes.place) for name, nodes in self.described_nodes.items()}
         for edges in self.described_edges:
             for end in (edges.type[0], edges.type[2]):
-                keys.setdefault(end, NodeKeys(end, None))
+                if end not in keys:
+                    self._warn_of_type(edges, end)
+                    keys[end] = NodeKeys(end, None)
         for name, nodes in self.described_nodes.items():
             table = self._open(nodes.place)
             keys[name].add(table, node_key(table, nodes.key))
@@ -161,6 +165,16 @@ class TableData(GraphDataModule[T]):
                 if (form := numbers.form(known)) is not None:
                     self._facts["keys"][stored] = asdict(form)
         return graph
+
+    def _warn_of_type(self, edges: EdgeDescription, node_type: str) -> None:
+        """Log that edges name nodes of a type without a table, if other types have one."""
+        if self.described_nodes:
+            near = difflib.get_close_matches(node_type, self.described_nodes, n=1)
+            log.warning(
+                "%s: the type %r has no node table, and its nodes are those that edges name%s; the node tables are %s",
+                *(edges.place.key, node_type, f" (did you mean {near[0]}?)" if near else ""),
+                ", ".join(self.described_nodes),
+            )
 
     def columns(self) -> list[ColumnFact]:
         """Return the role of each column of each table; transformations of features are inferred from their values."""
@@ -269,7 +283,8 @@ class TableData(GraphDataModule[T]):
         of_model = trained.get("label_values") if trained.get("target") in (None, nodes.type) else None
         several = trained.get("multilabel") if of_model else None
         read = read_labels(table, name, rows, num_nodes, of_model, several, nodes.labels.separator)
-        self._facts["label_values"] = read.classes
+        if self.target in (None, nodes.type):
+            self._facts["label_values"] = read.classes
         return read.y
 
     def _features(self, key: str, table: Table, features: Features, taken: list[str | None]) -> Tensor | None:
@@ -357,9 +372,22 @@ class TableData(GraphDataModule[T]):
             row = first_true(column.is_null().to_numpy().astype(bool)) or 0
             raise DataError(f"{table.row(row)}: the column {name!r} has no relation", hint="give each edge a relation")
         coded = in_one_piece(column.cast(pa.string())).dictionary_encode()
-        self._names = {**self._names, "relation": coded.dictionary.to_pylist()}
-        self._facts["num_relations"] = len(coded.dictionary)
-        return coded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+        codes, values = coded.indices.to_numpy(zero_copy_only=False), coded.dictionary.to_pylist()
+        # One numbering for all tables.
+        known = self._relation_values
+        if new := [value for value in values if value not in set(known)]:
+            if "relation_values" in (self.trained or {}):
+                row = first_true(codes == values.index(new[0])) or 0
+                raise DataError(
+                    f"{table.row(row)}: the relation {new[0]!r} is none of the checkpoint's {len(known)} relations: "
+                    f"{', '.join(known[:10])}",
+                    hint="correct it, leave such edges out, or train again",
+                )
+            known += new
+        self._names = {**self._names, "relation": list(known)}
+        self._facts |= {"num_relations": len(known), "relation_values": list(known)}
+        numbers = {value: number for number, value in enumerate(known)}
+        return np.array([numbers[value] for value in values], np.int64)[codes]
 
     # ----------------------------------------------------------------------------------------------------- graphs
 

@@ -30,7 +30,7 @@ class KeyForm:
 
     Attributes:
         columns: names of the key's columns.
-        types: type of each: ``int64``, ``uint64`` or ``string``.
+        types: type of each, as an alias of Arrow: ``string``, ``int64``, ``uint64``, ``date32`` or a ``timestamp``.
     """
 
     columns: tuple[str, ...]
@@ -82,8 +82,10 @@ def key_form(table: Table, columns: Sequence[str]) -> KeyForm:
 
 
 def _form(dtype: Any) -> str:
-    if pa.types.is_uint64(dtype):
-        return "uint64"
+    if pa.types.is_uint64(dtype) or pa.types.is_date32(dtype):
+        return str(dtype).partition("[")[0]
+    if pa.types.is_timestamp(dtype) and dtype.tz is None:
+        return str(dtype)
     return "int64" if pa.types.is_integer(dtype) else "string"
 
 
@@ -197,9 +199,16 @@ def texts(batch: Any, columns: Sequence[str], table: Table, rows: Ints) -> Any:
             raise DataError(
                 f"{table.row(int(rows[row]))}: the key {name!r} has no value", hint="give it a value, or remove the row"
             )
+        _check_type(column.type, name, table)
         if pa.types.is_floating(column.type):  # pandas turns whole numbers into these if some are missing
             column = _whole(column, name, table, rows)
-        strings = column.cast(pa.large_string())
+        strings = _as_text(column, name, table)
+        if len(columns) > 1 and (row := first_true(_contains(strings, JOINT))) is not None:
+            raise DataError(
+                f"{table.row(int(rows[row]))}: the key {name!r} is {strings[row].as_py()!r}, with the character that "
+                "joins keys of several columns",
+                hint="remove the character U+001F",
+            )
         joined = (
             strings
             if joined is None
@@ -211,6 +220,29 @@ def texts(batch: Any, columns: Sequence[str], table: Table, rows: Ints) -> Any:
             f"{table.row(int(rows[row]))}: the key has {lengths[row]} bytes", hint=f"write a key of 1..{_LONGEST} bytes"
         )
     return joined
+
+
+def _check_type(dtype: Any, name: str, table: Table) -> None:
+    types = pa.types
+    if types.is_nested(dtype):
+        raise DataError(
+            f"{table.place.key}: the key {name!r} holds {dtype}", hint="keys are strings, whole numbers or dates"
+        )
+
+
+def _as_text(column: Any, name: str, table: Table) -> Any:
+    try:
+        return column.cast(pa.large_string())
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:  # such as bytes that are no UTF-8
+        raise DataError(
+            f"{table.place.key}: the key {name!r} of type {column.type} is no text: {str(error).splitlines()[0]}",
+            hint="keys are strings, whole numbers or dates",
+        ) from error
+
+
+def _contains(strings: Any, character: str) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = pc.match_substring(strings, character).to_numpy(zero_copy_only=False).astype(bool)
+    return found
 
 
 def _whole(column: Any, name: str, table: Table, rows: Ints) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gtrain.data.ingest.dictionary import first_true
 from gtrain.data.prepare.split import MASKS
-from gtrain.data.tables.columns import present
+from gtrain.data.tables.columns import as_truth_values, present
 from gtrain.data.tables.reading import Table, in_one_piece, is_text
 from gtrain.errors import DataError
 
@@ -92,6 +92,7 @@ def read_labels(
         counts = pc.fill_null(pc.list_value_length(whole), 0).to_numpy(zero_copy_only=False)
         positions, single = np.repeat(positions, counts), pc.list_flatten(whole)
         single = present(single, table)
+    single = _as_trained(single, classes)
     if classes and isinstance(classes[0], str) and is_text(single.type):  # also if those of these data are all numbers
         values = single.cast(pa.string())
     else:
@@ -214,6 +215,18 @@ def rows_of(table: Table, find: Callable[[Any, Ints], Ints], columns: Sequence[s
     return np.concatenate([np.empty(0, np.int64), *found])
 
 
+def _as_trained(labels: Any, classes: Sequence[Label] | None) -> Any:
+    """Return truth values as a trained model has them, which may have read them from another file format."""
+    if not classes:
+        return labels
+    if isinstance(classes[0], int):
+        return as_truth_values(labels)
+    spelled = {str(value).lower(): str(value) for value in classes}
+    if not pa.types.is_boolean(labels.type) or not set(spelled) <= {"true", "false"}:
+        return labels
+    return pc.if_else(labels, spelled.get("true", "true"), spelled.get("false", "false"))
+
+
 def _values(column: Any, name: str, table: Table) -> Any:
     """Return labels as whole numbers or strings."""
     types, dtype = pa.types, column.type
@@ -232,7 +245,13 @@ def _values(column: Any, name: str, table: Table) -> Any:
             )
         return column.cast(pa.int64())
     if types.is_integer(dtype):
-        return column.cast(pa.int64())
+        try:
+            return column.cast(pa.int64())
+        except pa.ArrowInvalid as error:
+            row = first_true(in_one_piece(column).fill_null(0).to_numpy() >= 2**63) or 0
+            raise DataError(
+                f"{table.row(row)}: the label is {column[row].as_py()}", hint="write a class as a string, or below 2^63"
+            ) from error
     if is_text(dtype):
         distinct = pc.unique(column).drop_null()
         codes = pc.any(pc.match_substring_regex(distinct, _CODE)).as_py()

@@ -25,7 +25,7 @@ from gtrain.errors import DataError, unreadable
 
 BATCH = 1 << 18
 """Rows per batch."""
-_TEXT, _ARROW = (".csv", ".tsv", ".txt", ".tab"), (".arrow", ".feather", ".ipc")
+_TEXT, _TABBED, _ARROW = (".csv", ".tsv", ".txt", ".tab"), (".tsv", ".tab"), (".arrow", ".feather", ".ipc")
 _SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "space": " "}
 _ERRORS = pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OSError
 
@@ -258,16 +258,25 @@ class TextTable(_Files):
         return list(pa.csv.open_csv(str(path), *options).schema.names)
 
     def _separator(self, path: Path) -> str:
-        """Return the separator: the one that was set, or the most frequent one of the first line."""
+        """Return the separator: the one that was set, the file type's, or the most frequent one of the first line."""
         if (given := self.place.separator) is not None:
-            return _SEPARATORS.get(given, given)
+            separator = _SEPARATORS.get(given, given)
+            if len(separator) != 1:
+                raise DataError(
+                    f"{self.place.key}.separator={given!r} was set",
+                    hint=f"set one character or {', '.join(_SEPARATORS)}; for others read the file by a query, such as "
+                    f"duckdb: \"SELECT * FROM read_csv('{path.name}', delim = '{given}')\"",
+                )
+            return separator
+        if (path.with_suffix("") if path.suffix == ".gz" else path).suffix in _TABBED:
+            return "\t"
         failing = unreadable(f"{self.place.key}: {path} cannot be read", "check the file", OSError)
         with failing, pa.input_stream(str(path), compression="detect") as stream:
             head = stream.read(1 << 16)
         if not head.strip():
             raise DataError(f"{self.place.key}: {path} is empty", hint=f"correct {self.place.key}")
         line = head.lstrip(b"\r\n").splitlines()[0].decode(errors="replace")
-        return max("\t,;|", key=line.count)
+        return max("\t,;|", key=re.sub('"[^"]*"', "", line).count)
 
     def _malformed(self, path: Path, error: Exception) -> DataError:
         place, text = f"{self.place.key}: {path}", str(error).splitlines()[0]
@@ -275,8 +284,11 @@ class TextTable(_Files):
             row, what, content = found.groups()
             line = self._line(path, int(row) - 1)
             shown = f": {content[:80]!r}" if content else ""
-            problem, hint = f"{place}, line {line}: {what[0].lower()}{what[1:]}{shown}", "give each row all columns"
-            return DataError(problem, hint=f"{hint}, and put values with a separator in quotes")
+            return DataError(
+                f"{place}, line {line}: {what[0].lower()}{what[1:]}{shown}",
+                hint="give each row all columns, and put values with a separator in quotes; the separator is "
+                f"{self._separators[path]!r}, or what you set with separator: CHARACTER",
+            )
         if "invalid UTF8" in text or "UTF-8" in text:
             return DataError(f"{place} is not text in UTF-8: {text}", hint="convert it, for example with iconv")
         return DataError(f"{place} is not a table of text: {text}", hint=f"correct {self.place.key}")

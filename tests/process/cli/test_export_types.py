@@ -43,8 +43,9 @@ def test_all_strategies_write_every_type(tmp_path: Path) -> None:
 def test_types_of_a_link_task(tmp_path: Path) -> None:
     edges = ("model.task=link", "data.target='author,writes,paper'", "strategy=sar", "trainer.num_nodes=2")
     ok(forked.gtrain(*GRAPH, *edges, *TRAIN, cwd=tmp_path))
-    ok(forked.gtrain("export", "run=run", "output=vectors.parquet", cwd=tmp_path))
-    for name, count in SIZES.items():
-        end = "" if name == "paper" else f".types/{name}.parquet"
-        rows = pq.read_table(tmp_path / f"vectors.parquet{end}").to_pydict()
-        assert sorted(rows["id"]) == list(range(count)) and np.isfinite(rows["values"]).all()
+    for verb in ("export", "predict"):
+        ok(forked.gtrain(verb, "run=run", f"output={verb}.parquet", cwd=tmp_path))
+        for name, count in SIZES.items():
+            end = "" if name == "paper" else f".types/{name}.parquet"
+            rows = pq.read_table(tmp_path / f"{verb}.parquet{end}").to_pydict()
+            assert sorted(rows["id"]) == list(range(count)) and np.isfinite(rows["values"]).all()

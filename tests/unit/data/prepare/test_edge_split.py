@@ -209,5 +209,9 @@ def test_the_edge_type_to_predict_must_be_clear(tmp_path: Path) -> None:
     graph["a"].num_nodes, graph["b"].num_nodes = 3, 3
     graph["a", "to", "b"].edge_index = graph["b", "back", "a"].edge_index = torch.tensor([[0, 1, 2], [1, 2, 0]])
     module = Given(graph, tmp_path, task="link", split="random")
-    with pytest.raises(ConfigError, match="a,to,b; b,back,a"):
+    with pytest.raises(ConfigError, match="a__to__b; b__back__a"):
         module.prepare_data()
+    for target in ("a__to__b", "a,to,b"):
+        module = Given(graph, tmp_path, task="link", split="random", target=target)
+        module.prepare_data()
+        assert module.facts["target_edge"] == ["a", "to", "b"]

@@ -14,6 +14,7 @@ from relational import DAY, amounts, purchases, recommendations, write
 from torch_geometric.data import HeteroData
 
 from gtrain.callbacks.predictions import NodeIds
+from gtrain.data.module import training_of
 from gtrain.data.sources.relbench import ALWAYS, RelBenchData
 from gtrain.errors import GtrainError
 
@@ -52,8 +53,36 @@ def test_rows_of_the_task_are_named_by_entity_and_time(tmp_path: Path) -> None:
     store = source.open_store()
     ids = NodeIds.of(store, "task")
     assert store.facts["keys"]["task"]["columns"] == ["user", "asked"] and len(store.names("task") or ()) == 12
-    first = [column.to_pylist() for column in ids.arrays(np.array([0, 5]))]
-    assert first[0] == [0, 1] and [text[:19] for text in first[1]] == ["1970-01-08 00:00:00", "1970-01-14 00:00:00"]
+    users, times = ids.arrays(np.array([0, 5]))
+    task = pq.read_table(tmp_path / "tasks/large/train.parquet")
+    assert users.to_pylist() == [0, 1] and times.type == task.schema.field("asked").type
+    assert [str(time) for time in times.to_pylist()] == ["1970-01-08 00:00:00", "1970-01-14 00:00:00"]
+
+
+def test_a_table_may_have_the_name_of_the_task(tmp_path: Path) -> None:
+    purchases(tmp_path, "past", users=4)
+    write(tmp_path / "db/task.parquet", {"task": [1, 2], "user": [None, 3.0]}, "task", None, {"user": "users"})
+    graph = data(tmp_path).read()
+    assert graph["task", "user", "users"].edge_index.tolist() == [[1], [3]] and graph["task"].num_nodes == 2
+    assert graph["users", "rev_user", "task_rows"].edge_index.tolist() == [[0, 1, 2, 3] * 3, [*range(12)]]
+    assert not [kind for kind in graph.edge_types if kind[0] == "task_rows"]
+
+
+@pytest.mark.parametrize("splits", [("test",), ("train", "val", "test")])
+def test_rows_of_a_trained_task_may_lack_labels(splits: tuple[str, ...], tmp_path: Path) -> None:
+    source = data(purchases(tmp_path, "past", users=4))
+    source.prepare_data()
+    training = training_of(source.open_store())
+    for split in splits:
+        file = tmp_path / f"tasks/large/{split}.parquet"
+        pq.write_table(pq.read_table(file).drop_columns(["large"]), file)
+    new = data(tmp_path)
+    new.follow(training)
+    new.check_inputs()
+    graph = new.read()
+    assert "y" not in graph["task"] and graph["users", "rev_user", "task"].num_edges == 12
+    with pytest.raises(GtrainError, match=r"which|has not|no column that is neither a key nor the time"):
+        data(tmp_path).prepare_data()
 
 
 def test_rows_of_the_task_that_are_not_distinct_are_numbered(tmp_path: Path) -> None:
