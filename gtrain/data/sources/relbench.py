@@ -28,7 +28,7 @@ from gtrain.data.tables.description import (
 )
 from gtrain.data.tables.graph import REVERSE, TableData, log
 from gtrain.data.tables.labels import has_fractions
-from gtrain.data.tables.reading import Table, is_list
+from gtrain.data.tables.reading import Table, is_list, open_table
 from gtrain.errors import ConfigError, DataError, unreadable
 from gtrain.graph.store.manifest import EdgeType
 from gtrain.graph.store.tables import EdgeArrays
@@ -178,7 +178,8 @@ class RelBenchData(TableData[RelBenchConfig]):
                 hint="add the column of labels to its files.",
             )
         if not self.applied:
-            self._open(self._place(f"{self._task_type} ", self._task))  # whose files have the same columns
+            # Refuses files with different columns.
+            open_table(self._place(self._task_type, self._task), self.root, self.store)
         super().check_files()
         asks, task = ("for labels", "node") if self._recommendation is None else ("which rows follow", "link")
         if self.task != task:

@@ -375,7 +375,8 @@ class TableData(GraphDataModule[T]):
         codes, values = coded.indices.to_numpy(zero_copy_only=False), coded.dictionary.to_pylist()
         # One numbering for all tables.
         known = self._relation_values
-        if new := [value for value in values if value not in set(known)]:
+        seen = set(known)
+        if new := [value for value in values if value not in seen]:
             if "relation_values" in (self.trained or {}):
                 row = first_true(codes == values.index(new[0])) or 0
                 raise DataError(
