@@ -606,7 +606,7 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
     def _trained_on_numbers(self, node_type: str) -> bool | None:
         """Whether the model of :attr:`trained` predicts numbers for nodes of a type.
 
-        None: there is no such model, it predicts another type, or it is not known.
+        None: it predicts another type, or it is not known; also without such a model.
         """
         trained = self.trained or {}
         is_known = trained.get("num_classes") is not None or trained.get("label_scale") is not None

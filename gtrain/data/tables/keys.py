@@ -235,7 +235,7 @@ def _as_text(column: Any, name: str, table: Table) -> Any:
         return column.cast(pa.large_string())
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:  # such as bytes that are no UTF-8
         raise DataError(
-            f"{table.place.key}: the key {name!r} of type {column.type} is no text: {str(error).splitlines()[0]}",
+            f"{table.place.key}: the key {name!r} of type {column.type} cannot be read: {str(error).splitlines()[0]}",
             hint="keys are strings, whole numbers or dates",
         ) from error
 

@@ -19,15 +19,6 @@ from gtrain.errors import GtrainError
 Write = Callable[[str, str], str]
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def write(name: str, text: str) -> str:
-        (tmp_path / name).write_text(text)
-        return str(tmp_path / name)
-
-    return write
-
-
 def data(tmp_path: Path, **settings: Any) -> TablesData:
     return TablesData(store=str(tmp_path / "stores"), **settings)
 
@@ -167,7 +158,7 @@ def _fails(values: list[Any]) -> Any:
     ("nodes", "said"),
     [
         ({"frame": pa.table({"id": [[1], [2]]})}, "the key 'id' holds list<"),
-        ({"frame": pa.table({"id": [b"\xff", b"a"]})}, "the key 'id' of type binary is no text"),
+        ({"frame": pa.table({"id": [b"\xff", b"a"]})}, "the key 'id' of type binary cannot be read"),
         ({"frame": pa.table({"a": ["x", "x\x1fy"], "b": ["y\x1fz", "z"]}), "key": ["a", "b"]}, "joins keys of several"),
         (
             {"frame": pa.table({"id": [1, 2], "y": pa.array([1, 2**63], pa.uint64())}), "label": "y"},

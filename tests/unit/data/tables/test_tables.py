@@ -24,15 +24,6 @@ PEOPLE = "id,age,city,label,part\nann,20,Rome,x,train\nbob,,Oslo,y,val\ncy,40,,x
 KNOWS = "source,target,weight\nann,bob,1\nbob,cy,2.5\ncy,ann,0.5\n"
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def write(name: str, text: str) -> str:
-        (tmp_path / name).write_text(text)
-        return str(tmp_path / name)
-
-    return write
-
-
 def data(tmp_path: Path, **settings: Any) -> TablesData:
     return TablesData(store=str(tmp_path / "stores"), **settings)
 
