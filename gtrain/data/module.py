@@ -358,8 +358,8 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
     def follow(self, training: Mapping[str, Any] | None, *, applied: bool = True) -> None:
         """Prepare other data than a model was trained on as the model expects them.
 
-        Classes, relations, and the columns of features with their transformation, are those of the training data. If
-        the data are those of the training, nothing changes.
+        Classes, relations, and the columns of features with their transformation, are those of the training data. The
+        data of the training itself are prepared as they were for it.
 
         Args:
             training: of a checkpoint, see :func:`training_of`; None: unknown, and nothing changes.
@@ -374,7 +374,10 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
             return
         # "public" has what the public split depends on, which is no other data.
         mine, theirs = ({**graph, "public": None} for graph in (identity, training["graph"]))
-        if self.name != training["name"] or not same_source(mine, theirs):
+        if self.name == training["name"] and same_source(mine, theirs):
+            # They may have followed an earlier training.
+            self.trained, self.applied = training.get("trained"), False
+        else:
             self.trained, self.applied = training["facts"], applied
 
     def check_files(self) -> None:
@@ -709,7 +712,8 @@ def training_of(store: Store) -> dict[str, Any]:
     """Return what a checkpoint records of the data of its training, as JSON; see :meth:`GraphDataModule.follow`."""
     source, facts = store.manifest.source, store.facts
     known = {name: facts[name] for name in TRAINING_FACTS if name in facts}
-    return {"name": source.get("name"), "graph": source.get("graph"), "facts": known}
+    followed = {"trained": source["trained"]} if "trained" in source else {}
+    return {"name": source.get("name"), "graph": source.get("graph"), "facts": known, **followed}
 
 
 def known_name(family: str, name: str, options: Iterable[str]) -> str:

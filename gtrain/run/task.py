@@ -167,6 +167,7 @@ class Task:
     def _run(self, strategy: GraphStrategy) -> float | None:
         config, run_dir = self.config, Path(self.config["paths"]["run"])
         checkpoint = agreed_path(find_environment(), self.checkpoint)
+        training = None if checkpoint is None else checkpoints.training_data(checkpoint)
         strategy.model_name, strategy.run_folder = self.model_name, run_dir.absolute()
         # After make_strategy: the baseline includes the strategy's imports.
         process_log = self._process_log(strategy, run_dir)
@@ -176,8 +177,8 @@ class Task:
             checkpoint = strategy.restart_checkpoint(run_dir) or checkpoint
         server_meter = _server_meter(strategy)
         data = data_module(config, strategy.world_size)
-        if checkpoint is not None:
-            data.follow(checkpoints.training_data(checkpoint), applied=config["verb"] in APPLYING)
+        # That of the command's checkpoint, also in a rank that was restarted.
+        data.follow(training, applied=config["verb"] in APPLYING)
         data.weight_demand = partial(_weight_demand, config, strategy.model_name)
         data.zero_demand = partial(_weight_demand, config, strategy.model_name, demand=zero_demand)
         prepare(data)

@@ -412,7 +412,10 @@ def training_data(checkpoint: Path | str) -> dict[str, Any] | None:
         if this machine does not have it.
     """
     if isinstance(checkpoint, Path):
-        checkpoint = find(checkpoint) if checkpoint.parent.is_dir() else checkpoint
+        try:
+            checkpoint = find(checkpoint)
+        except CheckpointError:
+            return None
         if not checkpoint.is_dir():
             return None
     elif RemoteCheckpoint(checkpoint).is_file:
