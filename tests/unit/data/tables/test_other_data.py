@@ -87,6 +87,10 @@ def test_further_training_keeps_columns_and_classes_and_splits_as_usual(write: W
     x = new.open_store().node("x", 0)
     assert x.tolist()[:3] == [[0, 1], [1, 0], [0, 1]] and x.tolist()[20:] == [[0, 0]] * 2
     assert new.facts["split"]["sizes"]["train"] > 0 and new.facts["label_values"] == ["x", "y"]
+    for applied in (True, False):  # the checkpoint of this training, and the same data
+        same = data(tmp_path, nodes=more)
+        same.follow(training_of(new.open_store()), applied=applied)
+        assert same.store_path == new.store_path and not same.applied
     wrong = data(tmp_path, nodes={"path": write("wrong.csv", text + "20,Oslo,z\n"), "label": "label"})
     with pytest.raises(GtrainError, match=r"wrong.csv, line 22: the label 'z' is none of the checkpoint's 2 classes"):
         following(source, wrong, applied=False)
