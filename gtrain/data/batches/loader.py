@@ -265,9 +265,9 @@ def has_split(store: Store, split: str) -> bool:
 
 
 def target_type(store: Store) -> str:
-    """Return the node type with labels; without labels that of the sources of predicted edges, or else the only one."""
+    """Return the node type with labels; in a homogeneous graph the only type."""
     target = store.facts.get("target")
-    return target if isinstance(target, str) else str((store.facts.get("target_edge") or store.node_types)[0])
+    return target if isinstance(target, str) else store.node_types[0]
 
 
 def target_edge_type(store: Store) -> tuple[str, str, str]:
