@@ -199,11 +199,10 @@ def texts(batch: Any, columns: Sequence[str], table: Table, rows: Ints) -> Any:
             raise DataError(
                 f"{table.row(int(rows[row]))}: the key {name!r} has no value", hint="give it a value, or remove the row"
             )
-        _check_type(column.type, name, table)
         if pa.types.is_floating(column.type):  # pandas turns whole numbers into these if some are missing
             column = _whole(column, name, table, rows)
         strings = _as_text(column, name, table)
-        if len(columns) > 1 and (row := first_true(_contains(strings, JOINT))) is not None:
+        if len(columns) > 1 and (row := first_true(_has_joint(strings))) is not None:
             raise DataError(
                 f"{table.row(int(rows[row]))}: the key {name!r} is {strings[row].as_py()!r}, with the character that "
                 "joins keys of several columns",
@@ -222,27 +221,22 @@ def texts(batch: Any, columns: Sequence[str], table: Table, rows: Ints) -> Any:
     return joined
 
 
-def _check_type(dtype: Any, name: str, table: Table) -> None:
-    types = pa.types
-    if types.is_nested(dtype):
-        raise DataError(
-            f"{table.place.key}: the key {name!r} holds {dtype}", hint="keys are strings, whole numbers or dates"
-        )
-
-
 def _as_text(column: Any, name: str, table: Table) -> Any:
+    hint = "keys are strings, whole numbers or dates"
+    if pa.types.is_nested(column.type):
+        raise DataError(f"{table.place.key}: the key {name!r} holds {column.type}", hint=hint)
     try:
         return column.cast(pa.large_string())
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:  # such as bytes that are no UTF-8
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:  # bytes that UTF-8 does not allow
         raise DataError(
             f"{table.place.key}: the key {name!r} of type {column.type} cannot be read: {str(error).splitlines()[0]}",
-            hint="keys are strings, whole numbers or dates",
+            hint=hint,
         ) from error
 
 
-def _contains(strings: Any, character: str) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = pc.match_substring(strings, character).to_numpy(zero_copy_only=False).astype(bool)
-    return found
+def _has_joint(strings: Any) -> NDArray[np.bool_]:
+    mask: NDArray[np.bool_] = pc.match_substring(strings, JOINT).to_numpy(zero_copy_only=False).astype(bool)
+    return mask
 
 
 def _whole(column: Any, name: str, table: Table, rows: Ints) -> Any:

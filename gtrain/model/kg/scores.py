@@ -42,9 +42,9 @@ class Operator(nn.Module):
     def forward(self, rows: Tensor, relation: Tensor) -> Tensor:
         """Return the transformed rows."""
 
+    @abstractmethod
     def adjoint(self, rows: Tensor, relation: Tensor) -> Tensor:
         """Return rows whose inner product with any ``x`` is that of the given rows and ``g(x)``, plus a constant."""
-        raise NotImplementedError
 
     def inverse(self, rows: Tensor, relation: Tensor) -> Tensor | None:
         """Return rows as far from any ``x`` as the given rows are from ``g(x)``; None if g changes distances."""
