@@ -12,7 +12,6 @@ ones; degrees that a layer counts in its edges (``gcn_norm``) are for the strate
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -22,13 +21,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GATConv, GINConv, GraphConv, SAGEConv
-from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.utils import trim_to_layer
 
 from gtrain.errors import ConfigError, DataError, negative_weight, zero_weights
 from gtrain.model.skip import inner_conv
 from gtrain.nn.depth import hop_bounds
+from gtrain.nn.patching import normalises
 from gtrain.protocols import ReadsEdgeData, WeighsLoss, batch_entry, network_of
 
 if TYPE_CHECKING:
@@ -267,7 +266,7 @@ def weight_demand(module: nn.Module, name: str) -> str | None:
     """
     if "edge_weight" not in (edge_data_read(module) or ()):
         return None
-    normalising = next((type(layer).__name__ for layer in module.modules() if _normalises(layer)), None)
+    normalising = next((type(layer).__name__ for layer in module.modules() if normalises(layer)), None)
     if isinstance(module, WeighsLoss) and module.weighs_loss:
         reason = "an edge's weight is the factor of its loss"
     elif normalising is not None:
@@ -307,13 +306,6 @@ def check_weights(module: nn.Module, facts: dict[str, Any], name: str) -> None:
     demand = zero_demand(module, name)
     if demand is not None and facts.get("edge_weights") == [0, 0]:
         raise zero_weights("the graph", demand)
-
-
-def _normalises(layer: nn.Module) -> bool:
-    """Return whether a convolution, such as ``GCNConv``, divides by degrees that are sums of weights."""
-    # PyG's convolutions that do so import gcn_norm into their modules.
-    calls_norm = hasattr(sys.modules.get(type(layer).__module__), "gcn_norm")
-    return isinstance(layer, MessagePassing) and calls_norm and bool(getattr(layer, "normalize", True))
 
 
 def unread_data(module: nn.Module, store: Store, used: set[str], name: str) -> list[str]:

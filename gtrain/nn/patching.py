@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch_geometric.nn.conv import MessagePassing
 
 
 def patch_function(layers: Iterable[nn.Module], name: str, replacement: Callable[..., Any]) -> list[Callable[[], None]]:
@@ -36,3 +37,12 @@ def namespaces(layers: Iterable[nn.Module], name: str) -> Iterator[dict[str, Any
         if id(namespace) not in seen and callable(namespace.get(name)):
             seen.add(id(namespace))
             yield namespace
+
+
+def normalises(layer: nn.Module) -> bool:
+    """Return whether a convolution, such as ``GCNConv``, divides messages by degrees, which are sums of weights.
+
+    It looks up ``gcn_norm`` in its module, and counts the degrees of the sources too in the edges that it receives.
+    """
+    calls_norm = hasattr(sys.modules.get(type(layer).__module__), "gcn_norm")
+    return isinstance(layer, MessagePassing) and calls_norm and bool(getattr(layer, "normalize", True))

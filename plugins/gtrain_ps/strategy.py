@@ -23,6 +23,7 @@ from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.shard.whole import load_whole_hetero
 from gtrain.graph.store import Store
 from gtrain.nn import deferred, tables
+from gtrain.nn.patching import normalises
 from gtrain.protocols import DealsEdges, MultipliesRows
 from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.gradients import sum_gradients
@@ -82,6 +83,9 @@ class PsStrategy(RestartingStrategy):
         return WholeGraph(batch)
 
     def batches(self, shard: BatchSource, loader: SeedLoader) -> Iterable[Data | HeteroData]:
+        if isinstance(shard, WholeGraph):
+            assert self.lightning_module is not None
+            shard = shard.for_loader(loader, trim=not any(map(normalises, self.lightning_module.modules())))
         worker = self.global_rank, self.world_size
         prefetch = self.settings.prefetch if isinstance(shard, RowSource) else 0
         training = loader.split == "train" and self.trainer is not None and self.trainer.training

@@ -49,11 +49,16 @@ class WholeGraph:
     def __init__(self, graph: Batch) -> None:
         self._graph = graph
 
-    def for_loader(self, loader: SeedLoader) -> BatchSource:
-        """Return the source of a loader's batches: sampled neighbourhoods if the user set a fan-out for training."""
+    def for_loader(self, loader: SeedLoader, *, trim: bool) -> BatchSource:
+        """Return the source of a loader's batches: sampled neighbourhoods if the user set a fan-out for training.
+
+        Args:
+            loader: the loader.
+            trim: whether layers may leave out sampled nodes that the seeds' results do not depend on.
+        """
         fan_out_set = loader.num_neighbors is not None or bool(loader.sampling.settings())
         sampled = fan_out_set and loader.split == "train"
-        return SampledGraph(self._graph, loader) if sampled else WholeGraph(loader.targeted(self._graph))
+        return SampledGraph(self._graph, loader, trim) if sampled else WholeGraph(loader.targeted(self._graph))
 
     def seeds(self, loader: SeedLoader) -> Tensor | EdgeSeeds:
         return loader.seeds(self._graph)
@@ -110,7 +115,7 @@ class WorkerBatches:
         self._loader, self._prefetch, self._inline = loader, prefetch, inline
         self._batches: Iterator[Batch] = iter(())
         self._ready: deque[Batch] = deque()
-        self._source = source.for_loader(loader) if isinstance(source, WholeGraph) else source
+        self._source = source
         self._rank, self._size = worker
         self._on_batch, self._on_end, self._deal = on_batch, on_end, deal
         self._seeds: Tensor | EdgeSeeds | None = None
@@ -191,13 +196,15 @@ class SampledGraph:
     Args:
         graph: all nodes and edges, edges sorted by target.
         loader: has the sampling options.
+        trim: whether layers may leave out nodes that the seeds' results do not depend on; see
+            :mod:`gtrain.model.inputs`.
 
     Raises:
         ConfigError: a sampling option other than the number of neighbours and ``replace`` was set.
     """
 
-    def __init__(self, graph: Batch, loader: SeedLoader) -> None:
-        self._graph, store = graph, loader.store
+    def __init__(self, graph: Batch, loader: SeedLoader, trim: bool) -> None:
+        self._graph, self._trim, store = graph, trim, loader.store
         options = loader.sampling_options()
         _check_sampling(loader)
         self._node_names = {node_type: store.node_tensors(node_type) for node_type in store.node_types}
@@ -225,6 +232,7 @@ class SampledGraph:
         for edge_type in self._edge_names:
             self._copy_edges(edge_type, sample, batch[edge_type] if isinstance(batch, HeteroData) else batch)
         batch.seeds, batch.batch_size = torch.from_numpy(sample.seeds[self._target]), chosen.numel()
+        batch.trim = self._trim
         if isinstance(batch, HeteroData):
             batch.target = self._target
         return batch
@@ -233,6 +241,7 @@ class SampledGraph:
         """Copy the tensors of the sampled nodes of a type into a batch."""
         nodes, ids = self._part(node_type), torch.from_numpy(sample.node[node_type])
         target.num_nodes, target.n_id = ids.numel(), nodes.n_id[ids]
+        target.num_sampled_nodes = sample.num_sampled_nodes[node_type]
         for name in self._node_names[node_type]:
             value = nodes[name]
             target[name] = select_rows(value, ids) if value.layout == torch.sparse_csr else value[ids]
@@ -241,7 +250,7 @@ class SampledGraph:
         """Copy the tensors of the sampled edges of a type into a batch."""
         edges, ids = self._part(edge_type), torch.from_numpy(sample.edge[edge_type])
         ends = torch.from_numpy(sample.row[edge_type]), torch.from_numpy(sample.col[edge_type])
-        target.edge_index = torch.stack(ends)
+        target.edge_index, target.num_sampled_edges = torch.stack(ends), sample.num_sampled_edges[edge_type]
         for name in self._edge_names[edge_type]:
             target[name] = edges[name][ids]
 

@@ -1,17 +1,22 @@
-"""A worker's batches: by a thread or between steps they are the same, and sent ahead of their step."""
+"""A worker's batches: by a thread or between steps they are the same, and sent ahead of their step; sampled ones."""
 
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_graphs import messy_graph, random_parts, stored
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.nn import GraphSAGE
 
-from gtrain.data.batches.loader import SeedLoader
-from gtrain_ps.worker.batches import WorkerBatches
+from gtrain.data.batches.loader import SeedLoader, graph_batch
+from gtrain.graph.shard import load_whole
+from gtrain.model.inputs import input_names, run_network
+from gtrain_ps.worker.batches import WholeGraph, WorkerBatches
 
 
 class Seeds:
@@ -88,3 +93,23 @@ def test_what_cannot_be_read_is_raised(inline: bool) -> None:
     shares = WorkerBatches(Loader(), Seeds(bad=True), (0, 1), 2, lambda batch, number: None, lambda: None, inline)
     with pytest.raises(ValueError, match="seed 9"):
         read(shares, [])
+
+
+def test_layers_over_a_sampled_batch_leave_out_what_its_seeds_do_not_need(tmp_path: Path) -> None:
+    store = stored(tmp_path / "s", messy_graph(), random_parts(40, 2))
+    whole = WholeGraph(graph_batch(load_whole(store), torch.float64))
+    loader = SeedLoader(store, "train", batch_size=3, num_neighbors=[2, 3])
+    network = GraphSAGE(int(messy_graph().x.size(1)), 4, 2).double()
+    rows: list[list[int]] = []
+    for conv in network.convs:
+        conv.register_forward_hook(lambda module, inputs, out: rows[-1].append(len(out)))
+    results = []
+    for trim in (True, False):
+        rows.append([])
+        source = whole.for_loader(loader, trim=trim)
+        batch = source.batch(source.seeds(loader), torch.tensor([4, 1, 7]), 0, 0)
+        results.append(run_network(network, input_names(network), None, batch)[batch.seeds])
+        sizes = batch.num_sampled_nodes
+        assert sum(sizes) == batch.num_nodes and sum(batch.num_sampled_edges) == batch.num_edges
+    assert torch.allclose(*results, rtol=0, atol=1e-14)
+    assert rows == [[sum(sizes[:2]), sizes[0]], [sum(sizes), sum(sizes)]]
