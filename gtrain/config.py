@@ -600,6 +600,16 @@ def _check_type(key: str, value: Any, annotation: str) -> None:
         )
 
 
+def key_of(override: str) -> str:
+    """Return the key that an override sets."""
+    return override.lstrip("+~").partition("=")[0].partition("@")[0]
+
+
+def shape_of(cfg: DictConfig) -> tuple[int, int]:
+    """Return the machines of a command, and the processes of each."""
+    return (1, 1) if cfg.verb in PREPARING else (cfg.trainer.num_nodes, cfg.trainer.devices)
+
+
 def plain(node: Any) -> Any:
     """Return a configuration node as resolved dictionaries, lists and values."""
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node

@@ -241,6 +241,11 @@ class PredictionWriter(pl.Callback):
     def _scratch(self) -> Path:
         return self.path.with_name(self.path.name + ".part")
 
+    @property
+    def _done(self) -> Path:
+        """The converted file or folder, until it is renamed."""
+        return self.path.with_name(self.path.name + ".done")
+
     def _write_shared(self, shape: tuple[int, int], ids: NDArray[np.int64], rows: Rows) -> None:
         """Write the rows of all ranks into one file; rows of nodes without predictions are NaN.
 
@@ -252,6 +257,7 @@ class PredictionWriter(pl.Callback):
         sharing, folder, rank = self._strategy.folder_sharing, self._scratch, self._strategy.global_rank
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+            shutil.rmtree(self._done, ignore_errors=True)
             folder.mkdir(parents=True)
             file = np.lib.format.open_memmap(folder / _VALUES, "w+", np.float32, shape)
             file[:] = np.nan
@@ -280,7 +286,7 @@ class PredictionWriter(pl.Callback):
         values = np.load(self._scratch / _VALUES, mmap_mode="r")
         values, biases = (values[:, :-1], values[:, -1]) if model is not None and model.bias else (values, None)
         node_type = self._node_type
-        done = self.path.with_name(self.path.name + ".done")
+        done = self._done
         if self._format == "pbg_hdf5":
             self._write_biggraph(done, values, biases)
         elif facts.get("entity_types"):

@@ -18,6 +18,7 @@ from torch_geometric.data import HeteroData
 
 from gtrain.callbacks.predictions import features_of, inputs_of_target, last_layer
 from gtrain.errors import ConfigError
+from gtrain.files import replace_text
 from gtrain.model.outputs import ClassScores, EdgeScores, NumberScores
 from gtrain.protocols import Embeds
 from gtrain.record.events import record_folder
@@ -100,7 +101,7 @@ class TestRecorder(Callback):
             "sums": self._sums,
             "scored": {name: torch.cat(parts).tolist() for name, parts in self._scored.items()},
         }
-        (self._folder / f"test-rank-{self._rank}.json").write_text(json.dumps(content))
+        replace_text(self._folder / f"test-rank-{self._rank}.json", json.dumps(content))
         if self._hidden:
             self._write_hidden(self._folder / f"hidden-rank-{self._rank}.npz")
 

@@ -15,9 +15,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from gtrain import config
+from gtrain.config import key_of
 from gtrain.errors import CheckpointError, ConfigError
 from gtrain.object_store import followed
-from gtrain.plan.compose import key_of, override_of
+from gtrain.plan.compose import override_of
 from gtrain.run import runs
 
 LAST = "last"

@@ -35,7 +35,6 @@ from gtrain.launch import launchers
 from gtrain.launch.launchers.manual import Manual
 from gtrain.launch.request import JobRequest
 from gtrain.object_store import refuse_address
-from gtrain.plan.compose import key_of
 from gtrain.record import events
 from gtrain.run import runs
 
@@ -348,7 +347,7 @@ def _reporting(folder: Path, wanted: bool) -> Iterator[None]:
 def _checked_launch(cfg: DictConfig, overrides: list[str]) -> Any:
     """Fit the configuration to its strategy, and execute its verb; see :func:`launch`."""
     hydra_config = HydraConfig.get()
-    typed = [key for key in map(key_of, overrides) if key not in _inherited]
+    typed = [key for key in map(config.key_of, overrides) if key not in _inherited]
     if cfg.verb == "plan":
         from gtrain.plan import command
 
@@ -369,7 +368,7 @@ def _checked_launch(cfg: DictConfig, overrides: list[str]) -> Any:
 def _choices(cfg: DictConfig) -> dict[str, str]:
     """Return the names of the chosen ``strategy``, ``data`` and ``model``: options, or targets that replace them."""
     hydra_config = HydraConfig.get()
-    options, replaced = hydra_config.runtime.choices, set(map(key_of, hydra_config.overrides.task))
+    options, replaced = hydra_config.runtime.choices, set(map(config.key_of, hydra_config.overrides.task))
     return {
         # A composed configuration, as Hydra leaves it in a run's folder, chooses no options.
         group: str(cfg[group]["_target_"] if f"{group}._target_" in replaced else options.get(group))

@@ -27,9 +27,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gtrain import __version__, config, messages
 from gtrain.cli.earlier_run import EarlierRun, folder_of
+from gtrain.config import key_of
 from gtrain.errors import ConfigError
 from gtrain.object_store import is_address
-from gtrain.plan.compose import key_of, override_of
+from gtrain.plan.compose import override_of
 from gtrain.settings import as_typed, nested
 
 _COMPARED = ("seed", "trainer", "data", "model", "callbacks", "logger", "strategy")

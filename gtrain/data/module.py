@@ -703,7 +703,7 @@ def _source(name: str) -> Any:
     return getattr(module, f"{name.title()}Data")
 
 
-LABEL_FACTS = ("num_classes", "multilabel", "label_values", "label_scale", "target")
+LABEL_FACTS = ("num_classes", "multilabel", "label_values", "label_scale", "train_classes", "target")
 TRAINING_FACTS = (*LABEL_FACTS, "num_features", "schema", "numbering", "relation_values")
 """The facts of training data that a model's predictions on other data depend on."""
 

@@ -118,7 +118,7 @@ class JobRequest:
             GtrainError: a check failed.
         """
         preload()
-        pid, read_end = fork_with_pipe(partial(_run_preflight, cfg, self.choices, self.overrides))
+        pid, read_end = fork_with_pipe(partial(_run_preflight, cfg, self.choices, self.overrides, os.getpid()))
         content, ended = b"", False
         try:
             with open(read_end, "rb", buffering=0) as pipe:
@@ -191,15 +191,17 @@ def _await_preflight(pipe: IO[bytes]) -> bool:
     return bool(wait_readable([pipe.fileno()], _PREFLIGHT_SECONDS - _SAY_SECONDS))
 
 
-def _run_preflight(cfg: DictConfig, choices: dict[str, str], overrides: Sequence[str], write_end: int) -> NoReturn:
+def _run_preflight(
+    cfg: DictConfig, choices: dict[str, str], overrides: Sequence[str], parent: int, write_end: int
+) -> NoReturn:
     """Run the checks and report a refusal; any other error occurs again in a rank, which has a log."""
     try:
-        die_with_parent(os.getppid())
+        die_with_parent(parent)
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
         keep_templates_in_memory()
-        typed = [override.lstrip("+~").partition("=")[0] for override in overrides]
+        typed = [config.key_of(override) for override in overrides]
         importlib.import_module(PREFLIGHT).check(config.plain(cfg), choices, typed)
     except GtrainError as error:
         with open(write_end, "w", closefd=False) as pipe:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -119,6 +120,7 @@ _context: JobContext | None = None
 _roster = ServerRoster()
 _attempt = 0
 _failure_reported = False
+_reporting = threading.Lock()  # threads report too, and a long report is written in pieces
 
 
 def current() -> JobContext | None:
@@ -155,8 +157,12 @@ def attempt() -> int:
 
 def report(kind: str, **fields: Any) -> None:
     """Send a report to the agent; does nothing if no agent started this process."""
-    if _context is not None:
-        os.write(_context.report_fd, (json.dumps({"kind": kind, **fields}) + "\n").encode())
+    if _context is None:
+        return
+    content = memoryview((json.dumps({"kind": kind, **fields}) + "\n").encode())
+    with _reporting:
+        while content:
+            content = content[os.write(_context.report_fd, content) :]
 
 
 def print_line(text: str) -> None:

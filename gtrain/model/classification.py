@@ -42,8 +42,8 @@ def default_score(module: pl.LightningModule, facts: dict[str, Any]) -> str:
     """
     if facts.get("label_scale") is not None:
         return "val/mae"
-    counts = facts.get("train_classes") or [1, 1]
-    unbalanced = isinstance(module, Classifier) and min(counts) < UNBALANCED * sum(counts)
+    counts = facts.get("train_classes") or []
+    unbalanced = isinstance(module, Classifier) and len(counts) == 2 and min(counts) < UNBALANCED * sum(counts)
     return "val/auc" if unbalanced else "val/acc"
 
 
@@ -66,7 +66,8 @@ class Classifier(OptimizedModule):
             since it sorts the scores of each class.
 
     Raises:
-        ConfigError: the number of class weights is not that of the classes, or ``label_smoothing`` is not a share.
+        ConfigError: the number of class weights is not that of the classes, ``label_smoothing`` is not a share, or
+            there is no metric of a name in ``test_metrics``.
     """
 
     def __init__(
@@ -83,6 +84,11 @@ class Classifier(OptimizedModule):
         test_metrics: Sequence[str] = NAMES,
     ) -> None:
         super().__init__()
+        if unknown := [name for name in test_metrics if name not in NAMES]:
+            raise ConfigError(
+                f"model.test_metrics has {', '.join(map(str, unknown))}, which is not a metric of classes.",
+                hint=f"choose among {', '.join(NAMES)}.",
+            )
         if not 0 <= label_smoothing < 1:
             raise ConfigError(
                 f"model.label_smoothing={label_smoothing} was set; it must be at least 0 and below 1.",

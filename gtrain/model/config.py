@@ -52,7 +52,9 @@ class ModuleConfig(Settings):
     label_smoothing: float = setting(
         0.0, "share of the training target spread evenly over the classes", least=0, below=1
     )
-    test_metrics: Any = setting(None, "additional torchmetrics of the test", type="dict or null")
+    test_metrics: Any = setting(
+        None, "metrics of the test, a list of `acc`, `f1` and `auc`; null: all of them", type="list or null"
+    )
     sparse_optimizer: Any = setting(
         None,
         "an optimizer of `gtrain.nn` for learned features and for the layer that reads sparse ones; null: "

@@ -16,11 +16,6 @@ _OWN = ("strategy", "verb", *(f"strategy.{name}" for name in config.AUTO_SETTING
 """Keys of the command line that do not go over to another strategy."""
 
 
-def key_of(override: str) -> str:
-    """Return the key that an override sets."""
-    return override.lstrip("+~").partition("=")[0].partition("@")[0]
-
-
 def override_of(key: str, value: Any) -> str:
     """Return the override that sets a key to a value of a configuration file."""
     return f"{key}={_quoted(value)}"
@@ -54,14 +49,14 @@ def for_strategy(
     Raises:
         ConfigError: a setting is unknown to every strategy.
     """
-    shared = [override for override in overrides if key_of(override) not in _OWN]
+    shared = [override for override in overrides if config.key_of(override) not in _OWN]
     composed = [f"strategy={name}", *shared, *extra]
     other = compose("config", composed)
     with open_dict(other):
         other.verb, other.paths.run = cfg.verb, cfg.paths.run
     notice = config.fit_strategy(
         other,
-        [key_of(override) for override in shared],
+        [config.key_of(override) for override in shared],
         sweep=True,
         experiment=experiment,
         setter="for other strategies",

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from gtrain.errors import ConfigError
 from gtrain.files import replace_text, user_cache
@@ -92,7 +91,7 @@ def load(path: str) -> Machine:
     try:
         values = OmegaConf.merge(OmegaConf.structured(Machine), OmegaConf.load(path))
         machine = OmegaConf.to_object(values)
-    except OmegaConfBaseException as error:
+    except Exception as error:  # of OmegaConf, or of the parser of YAML, which has no types
         names = ", ".join(field.name for field in dataclasses.fields(Machine))
         raise ConfigError(
             f"plan.machine={path}: {str(error).splitlines()[0]}", hint=f"the keys are {names}."

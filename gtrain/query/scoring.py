@@ -23,6 +23,8 @@ def best(
 ) -> tuple[Tensor, Tensor]:
     """Return the k best candidates of each query, the best first; equal scores in the order of their ids.
 
+    Of candidates whose scores equal the k-th best, any may be returned.
+
     Args:
         blocks: the candidates.
         score: of the queries and a block.

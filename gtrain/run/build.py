@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from gtrain import messages
+from gtrain.data.batches.loader import has_split, target_type
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.graph.store import Store
 from gtrain.graph.store.entities import entity_bags
@@ -339,10 +340,20 @@ def _class_weights(setting: Any, store: Store) -> list[float] | None:
             f"model.class_weights={setting} was set.",
             hint="give a list with one number per class, or balanced (for one label per node).",
         )
-    labels = torch.cat([store.node("y", p)[store.node("train_mask", p)] for p in range(store.num_parts)])
-    counts = torch.bincount(labels, minlength=store.facts["num_classes"]).double()
-    weights = labels.numel() / (len(counts) * counts.clamp(min=1)) * (counts > 0)
+    counts = torch.tensor(store.facts.get("train_classes") or _training_labels(store), dtype=torch.float64)
+    if not counts.any():
+        return None  # new data for a checkpoint of an early version, which does not record the training's labels
+    weights = counts.sum() / (len(counts) * counts.clamp(min=1)) * (counts > 0)
     return [float(weight) for weight in weights]
+
+
+def _training_labels(store: Store) -> list[int]:
+    """Count the training labels of each class in a store of an early version, whose facts lack these numbers."""
+    counts, target = torch.zeros(store.facts["num_classes"], dtype=torch.int64), target_type(store)
+    for part in range(store.num_parts) if has_split(store, "train") else ():
+        labels = store.node("y", part, target)[store.node("train_mask", part, target)]
+        counts += torch.bincount(labels, minlength=len(counts))
+    return counts.tolist()  # type: ignore[no-any-return]
 
 
 _NOTHING = nullcontext()

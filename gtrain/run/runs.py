@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ RUN = "run.json"
 NAMES = ("last", "best")
 _GROUPS = ("data", "model", "strategy")
 _DATA_FOLDERS = ("root", "store")  # data in another folder are the same data
+_LOOK_SECONDS = 0.5
 
 
 def lock_folder(folder: Path) -> None:
@@ -52,7 +54,7 @@ def lock_folder(folder: Path) -> None:
             f"the run folder cannot be created: {error}.", hint="set hydra.run.dir to a folder that can be written to."
         ) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor)
     except OSError as error:
         os.close(descriptor)
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
@@ -65,6 +67,18 @@ def lock_folder(folder: Path) -> None:
     if not _held:
         os.register_at_fork(after_in_child=_close_inherited)
     _held[path] = descriptor
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a folder; a command that looks whether a run writes to it holds the lock for a moment."""
+    deadline = time.monotonic() + _LOOK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES) or time.monotonic() > deadline:
+                raise
+        time.sleep(_LOOK_SECONDS / 20)
 
 
 def _close_inherited() -> None:

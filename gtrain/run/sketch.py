@@ -60,7 +60,11 @@ class _OutlineStore:
             return ("edge_time",) if self.facts.get("recommends") else ()
         return self._store.held_out_tensors(split, edge_type)
 
-    def node(self, name: str, part: int = 0) -> torch.Tensor:
+    def node_tensors(self, node_type: str) -> tuple[str, ...]:
+        """Return the names of the tensors that :meth:`node` returns."""
+        return "y", "train_mask"
+
+    def node(self, name: str, part: int = 0, node_type: str | None = None) -> torch.Tensor:
         """Return one training label of each class."""
         classes = torch.arange(self.facts["num_classes"])
         return classes if name == "y" else torch.ones_like(classes, dtype=torch.bool)

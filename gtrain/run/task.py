@@ -30,7 +30,7 @@ from gtrain.callbacks.test_record import TestRecorder
 from gtrain.config import APPLYING, PREPARING, plain
 from gtrain.data.batches.loader import target_type
 from gtrain.data.module import GraphDataModule
-from gtrain.errors import ConfigError
+from gtrain.errors import ConfigError, DataError
 from gtrain.graph.store.manifest import safe_name
 from gtrain.graph.store.replica import RemoteFolder
 from gtrain.kernel_cache import find_cache
@@ -210,6 +210,12 @@ class Task:
             fit_seconds, best = time.perf_counter() - start, _best(trainer)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         epoch_of = {name: recorder.epoch_of.get(name) for name in metrics}
+        if config["verb"] == "test" and not data.num_seeds("test"):
+            tested = "edges" if data.task == "link" else "nodes with labels"
+            raise DataError(
+                f"{data.origin} has no {tested} in its test split, so nothing can be tested.",
+                hint="give data that have some; gtrain predict needs none.",
+            )
         if data.num_seeds("test") > 0:
             test_metrics, epoch = self._test(trainer, model, data, checkpoint, recorder)
             metrics |= test_metrics

@@ -128,7 +128,7 @@ class GroupFormation:
 
     def check_refused(self) -> None:
         """Raise the error of a rank whose settings differ."""
-        check_refused(self._job, self.rank)
+        check_refused(self._job, self._first + self.rank)
 
     def _members(self, incarnation: int) -> tuple[int, ...]:
         """Return the members of an incarnation."""

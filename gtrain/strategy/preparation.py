@@ -60,9 +60,10 @@ def call_in_interpreter(function: Callable[[], Any], what: str, reason: str) -> 
     with tempfile.TemporaryDirectory(prefix="gtrain-") as logs:
         try:
             message = run_local(_call_measured, function, log_dir=logs)
-        except errors.RankFailedError as error:
-            raise _killed(what, error.message.partition(";")[0]) from error
         except errors.GtrainError as error:
+            if isinstance(error, errors.RankFailedError) and error.external:
+                # The message names a rank, in the form "rank 0 of 1 (machine 0) was killed by SIGKILL."
+                raise _killed(what, error.message.partition(") ")[2].rstrip(".")) from error
             # The function's own errors arrive in the message.
             memory = PeakMemory()
             log.info(

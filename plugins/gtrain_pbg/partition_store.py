@@ -249,13 +249,16 @@ class PendingWrite:
         try:
             self._writing.add(self._tensor, self._advance)
         except BaseException as error:
-            # Also raised by whoever waits for this memory.
-            with self._change:
-                self._failed = error
-                self._change.notify_all()
+            self.fail(error)
             raise
         # Memory behind the tensor may be reused, too.
         self._advance(sys.maxsize)
+
+    def fail(self, error: BaseException) -> None:
+        """Have those who wait for this memory raise an error."""
+        with self._change:
+            self._failed = error
+            self._change.notify_all()
 
     def flush(self) -> None:
         """Wait until the file is on the disk."""
@@ -303,7 +306,12 @@ class WriteBehind:
 
 
 def _write(writes: Sequence[PendingWrite]) -> None:
-    for write in writes:
-        write.copy()
+    for number, write in enumerate(writes):
+        try:
+            write.copy()
+        except BaseException as error:
+            for other in writes[number + 1 :]:
+                other.fail(error)
+            raise
     for write in writes:
         write.flush()

@@ -157,7 +157,7 @@ def prepare_graph(graph: Graph, options: Preparation) -> dict[str, Any]:
     Returns:
         The facts that a model needs; see :func:`~gtrain.data.prepare.validate.validate_graph`. In addition ``split``,
         the options and sizes of the split (None without labels), ``target_edge``, the edge type to predict,
-        ``train_classes``, the training labels of each of two classes, and ``label_scale``, the mean and the standard
+        ``train_classes``, the training labels of each class, and ``label_scale``, the mean and the standard
         deviation of training labels that are numbers to predict.
 
     Raises:
@@ -221,8 +221,8 @@ def _prepare_nodes(graph: Data | HeteroData, options: Preparation) -> dict[str, 
     facts["split"] = None if labelled is None else _split_labels(labelled, target, options)
     if labelled is not None and target in options.number_labels and not options.applied:
         facts["label_scale"] = _scale(labelled.y[labelled.train_mask])
-    if labelled is not None and facts["num_classes"] == 2 and not facts["multilabel"]:
-        facts["train_classes"] = labelled.y[labelled.train_mask].bincount(minlength=2).tolist()
+    if labelled is not None and facts["num_classes"] and not (facts["multilabel"] or options.applied):
+        facts["train_classes"] = labelled.y[labelled.train_mask].bincount(minlength=facts["num_classes"]).tolist()
     return facts
 
 

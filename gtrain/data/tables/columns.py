@@ -342,6 +342,8 @@ def _useless(column: Any, kind: str, choice: ColumnChoice) -> str | None:
         return "it is text; give it an encoder, or the kind category"
     if column.null_count == len(column):
         return "it has no values"
+    if kind == "vector" and not pc.max(pc.list_value_length(column)).as_py():
+        return "its lists are empty"
     if kind in ("number", "date", "category") and not column.null_count and pc.count_distinct(column).as_py() < 2:
         return "all its values are equal"
     return None

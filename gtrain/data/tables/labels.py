@@ -43,12 +43,10 @@ class Labels:
     Attributes:
         y: the class of each node, int64 ``[N]``, or 0 and 1 for each class, float32 ``[N, C]``.
         classes: the label that each class stands for.
-        multilabel: whether nodes have several labels.
     """
 
     y: Tensor
     classes: list[Label]
-    multilabel: bool
 
 
 def read_labels(
@@ -96,7 +94,7 @@ def read_labels(
     if classes and isinstance(classes[0], str) and is_text(single.type):  # also if those of these data are all numbers
         values = single.cast(pa.string())
     else:
-        values = _values(single, name, table)
+        values = _values(single, name, positions, table)
     known = _ordered(values) if classes is None else list(classes)
     named = pa.array(known) if known else pa.nulls(0, values.type)
     if named.type != values.type:
@@ -114,11 +112,11 @@ def read_labels(
         y = torch.full((num_nodes,), UNLABELLED)
         _check_single(table, name, rows, numbers >= 0, numbers, values, num_nodes)
         y[torch.from_numpy(rows[labelled])] = torch.from_numpy(numbers[labelled])
-        return Labels(y, known, multilabel=False)
+        return Labels(y, known)
     several = torch.full((num_nodes, len(known)), float(UNLABELLED))
     several[torch.from_numpy(rows[pc.is_valid(column).to_numpy().astype(bool)])] = 0.0
     several[torch.from_numpy(rows[positions[labelled]]), torch.from_numpy(numbers[labelled])] = 1.0
-    return Labels(several, known, multilabel=True)
+    return Labels(several, known)
 
 
 def read_numbers(table: Table, name: str, rows: Ints, num_nodes: int) -> Tensor:
@@ -227,8 +225,8 @@ def _as_trained(labels: Any, classes: Sequence[Label] | None) -> Any:
     return pc.if_else(labels, spelled.get("true", "true"), spelled.get("false", "false"))
 
 
-def _values(column: Any, name: str, table: Table) -> Any:
-    """Return labels as whole numbers or strings."""
+def _values(column: Any, name: str, positions: Ints, table: Table) -> Any:
+    """Return labels as whole numbers or strings; ``positions`` has the row of each, for messages."""
     types, dtype = pa.types, column.type
     if types.is_null(dtype):
         return column.cast(pa.int64())
@@ -238,9 +236,9 @@ def _values(column: Any, name: str, table: Table) -> Any:
         column = pc.if_else(pc.is_nan(column), pa.scalar(None, dtype), column)
         if pc.all(pc.equal(column, pc.round(column))).as_py() is False:
             values = column.to_numpy(zero_copy_only=False)
-            row = first_true(~np.isnan(values) & (values != np.round(values))) or 0
+            item = first_true(~np.isnan(values) & (values != np.round(values))) or 0
             raise DataError(
-                f"{table.row(row)}: the label is {values[row]}",
+                f"{table.row(int(positions[item]))}: the label is {values[item]}",
                 hint="classes are whole numbers or strings; set label_kind to number if it is to be predicted",
             )
         return column.cast(pa.int64())
@@ -248,9 +246,10 @@ def _values(column: Any, name: str, table: Table) -> Any:
         try:
             return column.cast(pa.int64())
         except pa.ArrowInvalid as error:
-            row = first_true(in_one_piece(column).fill_null(0).to_numpy() >= 2**63) or 0
+            item = first_true(in_one_piece(column).fill_null(0).to_numpy() >= 2**63) or 0
             raise DataError(
-                f"{table.row(row)}: the label is {column[row].as_py()}", hint="write a class as a string, or below 2^63"
+                f"{table.row(int(positions[item]))}: the label is {column[item].as_py()}",
+                hint="write a class as a string, or below 2^63",
             ) from error
     if is_text(dtype):
         distinct = pc.unique(column).drop_null()

@@ -168,11 +168,11 @@ class Manifest:
         source: the options that identify the graph, as JSON: stores with equal ``source`` hold the same data.
         facts: properties of the data that a model needs: ``num_features``, ``num_classes`` and ``multilabel`` (both
             None without labels), ``split`` (method, seed, sizes), ``target`` (the node type with labels; None in a
-            homogeneous graph), ``train_classes`` (training nodes of each of two classes), ``label_scale`` (``mean`` and
-            ``deviation`` of the training labels, if they are numbers to predict; there are no classes then),
-            ``best_acc`` if the best possible accuracy is known, ``edge_weights`` and ``negative_weight`` (see
-            :func:`~gtrain.data.prepare.validate.weight_facts`), and ``numbering`` (the options that determine the ids
-            of nodes or feature columns without names).
+            homogeneous graph), ``train_classes`` (training nodes of each class; earlier, of two classes alone),
+            ``label_scale`` (``mean`` and ``deviation`` of the training labels, if they are numbers to predict; there
+            are no classes then), ``best_acc`` if the best possible accuracy is known, ``edge_weights`` and
+            ``negative_weight`` (see :func:`~gtrain.data.prepare.validate.weight_facts`), and ``numbering`` (the options
+            that determine the ids of nodes or feature columns without names).
         checksums: crc32 of each file, by its path relative to the store, with ``/`` between folders.
         sizes: bytes of each file, by the same paths.
         nbytes: bytes on disk of each part.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from omegaconf import DictConfig, open_dict
 
+from gtrain.config import key_of
 from gtrain.errors import ConfigError
 from gtrain.launch import keeper
 from gtrain.launch.agent import preload
@@ -141,7 +142,7 @@ class ExternalLauncher(Launcher):
         nodes, devices = cfg.trainer.num_nodes, cfg.trainer.devices
         if nodes * devices == rank_info.size:
             return
-        if any(override.startswith(("trainer.num_nodes=", "trainer.devices=")) for override in overrides):
+        if any(key_of(override) in ("trainer.num_nodes", "trainer.devices") for override in overrides):
             raise ConfigError(
                 f"trainer.num_nodes {nodes} * trainer.devices {devices} = {nodes * devices} ranks were set, "
                 f"but {self.name} started {rank_info.size}.",

@@ -39,9 +39,7 @@ class Local(Launcher):
         """Start all ranks and servers."""
         cfg = request.cfg
         configuration.validate(cfg)
-        num_nodes, devices = (
-            (1, 1) if cfg.verb in configuration.PREPARING else (cfg.trainer.num_nodes, cfg.trainer.devices)
-        )
+        num_nodes, devices = configuration.shape_of(cfg)
         plans = request.plans()
         request.preflight(cfg)
         key_file = request.key_file()

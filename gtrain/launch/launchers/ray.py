@@ -41,9 +41,7 @@ class Ray(Launcher):
         """Start all ranks and servers as actors, and watch them."""
         cfg = request.cfg
         configuration.validate(cfg)
-        num_nodes, devices = (
-            (1, 1) if cfg.verb in configuration.PREPARING else (cfg.trainer.num_nodes, cfg.trainer.devices)
-        )
+        num_nodes, devices = configuration.shape_of(cfg)
         check_shape(num_nodes, devices, None)
         if cfg.cluster.address is None and "RAY_ADDRESS" not in os.environ:
             _secure_own_cluster()

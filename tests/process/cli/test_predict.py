@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import scipy.sparse as sp
 from forked import gtrain
-from helpers import ok
+from helpers import ok, summary
 from torch import nn
 from torch_geometric.nn import GCN, MLP
 
@@ -99,6 +99,33 @@ def test_the_last_layer_is_the_one_that_makes_the_scores() -> None:
 
 KG_TABLE = ("data=planted_kg", "model=kg", "model.dimension=8", "data.num_entities=60", "data.num_positions=10")
 KG_TABLE = (*KG_TABLE, "data.num_triples=400", "trainer.max_epochs=1", "logger=none", "cluster=local")
+
+
+def test_balanced_classes_are_those_of_the_training_on_new_nodes(tmp_path: Path) -> None:
+    """New rows need no labels to be predicted, and are tested with the weights of the training's classes."""
+    rng = np.random.default_rng(0)
+    for name, labelled in (("old", True), ("new", True), ("bare", False)):
+        sizes, ends = rng.normal(size=60), rng.integers(0, 60, (200, 2))
+        rows = [
+            f"n{i},{size:.4f}" + (f",{'big' if size > 0.7 else 'small'}" * labelled) for i, size in enumerate(sizes)
+        ]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["id,size" + ",label" * labelled, *rows]) + "\n")
+        (tmp_path / f"{name}_edges.csv").write_text("source,target\n" + "".join(f"n{a},n{b}\n" for a, b in ends))
+
+    def files(name: str, label: str = ",label:label") -> tuple[str, ...]:
+        return f"data.nodes={{path:{tmp_path}/{name}.csv{label}}}", f"data.edges={tmp_path}/{name}_edges.csv"
+
+    model = ("model=sage", "model.class_weights=balanced", "trainer.max_epochs=2", "logger=none")
+    trained = ok(gtrain("strategy=single", "data=tables", *files("old"), *model, "hydra.run.dir=run", cwd=tmp_path))
+    assert "test/loss" in trained.stdout
+    ok(gtrain("predict", "run=run", *files("bare", ""), "output=bare.npy", cwd=tmp_path))
+    assert np.load(tmp_path / "bare.npy").shape == (60, 2)
+    ok(gtrain("test", "run=run", *files("new"), "hydra.run.dir=tested", cwd=tmp_path))
+    assert 0 < summary(tmp_path / "tested")["metrics"]["test/loss"] < 10
+    refused = gtrain("test", "run=run", *files("bare", ""), "hydra.run.dir=refused", cwd=tmp_path)
+    assert (
+        refused.returncode and "has no nodes with labels in its test split, so nothing can be tested" in refused.stderr
+    )
 
 
 @pytest.mark.parametrize(

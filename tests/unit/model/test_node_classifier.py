@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -10,13 +12,15 @@ import torch
 import torch.nn.functional as F
 from sklearn.metrics import accuracy_score, f1_score, roc_auc_score
 from torch import Tensor, nn
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.store.writer import write_store
 from gtrain.model.classification import NodeClassifier, default_score
 from gtrain.model.kinds import kind
 from gtrain.model.metrics import classification_metrics, update
 from gtrain.model.networks import gat, gcn, mlp, sage
+from gtrain.run import build
 
 
 class Scores(nn.Module):
@@ -53,6 +57,28 @@ def test_class_weights_weigh_loss_and_weight() -> None:
     out = module(class_weights=weights).training_step(b, 0)
     torch.testing.assert_close(out["loss"], F.cross_entropy(b.x[:20], b.y[:20], weight=torch.tensor(weights)))
     torch.testing.assert_close(out["weight"], torch.tensor(weights)[b.y[:20]].sum())
+
+
+@pytest.mark.parametrize(
+    ("facts", "weights"),
+    [
+        ({"train_classes": [6, 3, 0]}, [0.5, 1.0, 0.0]),
+        ({}, [5 / 3, 5 / 6, 5 / 6]),  # a store of an early version: counted
+        ({"train_classes": [0, 0, 0]}, None),  # new data for a model of an early version
+    ],
+)
+def test_balanced_class_weights_are_inverse_frequencies_in_training(
+    facts: dict[str, Any], weights: list[float] | None, tmp_path: Path
+) -> None:
+    graph = HeteroData()
+    graph["a"].y, graph["a"].train_mask = torch.tensor([0, 1, 1, 2, 2, 2]), torch.tensor([1, 1, 1, 1, 1, 0]).bool()
+    graph["a"].num_nodes, graph["b"].num_nodes = 6, 1
+    graph["a", "to", "b"].edge_index = torch.zeros(2, 1, dtype=torch.int64)
+    parts = {"a": torch.tensor([0, 0, 0, 1, 1, 1]), "b": torch.tensor([0])}
+    facts = {"num_classes": 3, "multilabel": False, "target": "a", **facts}
+    store = write_store(tmp_path / "s", graph, parts, 2, source={}, facts=facts, partitioner="random", seed=0)
+    found = build._class_weights("balanced", store)
+    assert found == (weights if weights is None else pytest.approx(weights))
 
 
 @pytest.mark.parametrize("class_weights", [None, [1.0, 2.0, 5.0]])
@@ -157,7 +183,7 @@ def test_the_default_score_of_two_unbalanced_classes_is_auc() -> None:
     assert default_score(module(), {"train_classes": [70, 30]}) == "val/auc"
     assert default_score(module(), {"train_classes": [2, 8]}) == "val/auc"
     assert default_score(module(), {"train_classes": [65, 35]}) == "val/acc"
-    assert default_score(module(), {}) == "val/acc"  # more classes
+    assert default_score(module(), {"train_classes": [9, 1, 1]}) == "val/acc"
     assert default_score(pl.LightningModule(), {"train_classes": [9, 1]}) == "val/acc"  # which need not log an AUC
 
 
@@ -171,6 +197,12 @@ def test_a_network_gets_what_its_forward_names() -> None:
             return x
 
     assert NodeClassifier(Asks(), 3)(b) is b.x
+
+
+def test_metrics_of_the_test_are_chosen_by_name() -> None:
+    assert list(module(test_metrics=["f1"]).test_scores) == ["test/f1"]
+    with pytest.raises(ConfigError, match="test_metrics has precision, which is not a metric of classes"):
+        module(test_metrics=["acc", "precision"])
 
 
 def test_missing_inputs_and_wrong_networks_are_explained() -> None:

@@ -216,6 +216,9 @@ def test_a_machine_is_read_from_a_file(tmp_path: Path) -> None:
     file.write_text("cores: 0\n")
     with pytest.raises(ConfigError, match="cores=0"):
         machine.load(str(file))
+    file.write_text("cores: [1\n")
+    with pytest.raises(ConfigError, match=f"plan.machine={file}: while parsing"):
+        machine.load(str(file))
 
 
 def test_constants_are_kept_for_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

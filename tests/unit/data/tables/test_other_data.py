@@ -191,3 +191,19 @@ def test_objects_that_are_no_graphs(tmp_path: Path) -> None:
     sparse = pandas.DataFrame({"id": [1, 2], "a": pandas.arrays.SparseArray([0.0, 1.0])})
     with pytest.raises(GtrainError, match="cannot be read"):
         GraphDataModule.from_frames(nodes=sparse)
+
+
+def test_labels_in_lists_are_named_by_their_rows(write: Write, tmp_path: Path) -> None:
+    column = pa.array([[1.0, 2.0], [], [3.0, 2.5]])
+    frame = pa.table({"id": [1, 2, 3], "labels": column})
+    nodes = {"things": {"frame": frame, "label": "labels"}}
+    edges = {"links": {"path": write("e.csv", "source,target\n1,2\n")}}
+    with pytest.raises(GtrainError, match=r"row 2 \(from 0\): the label is 2\.5"):
+        data(tmp_path, nodes=nodes, edges=edges).read()
+
+
+def test_a_column_of_empty_lists_is_left_out(write: Write, tmp_path: Path) -> None:
+    frame = pa.table({"id": [1, 2], "size": [1.0, 2.0], "words": pa.array([[], []], pa.list_(pa.float32()))})
+    edges = {"links": {"path": write("e.csv", "source,target\n1,2\n")}}
+    graph = data(tmp_path, nodes={"things": {"frame": frame}}, edges=edges).read()
+    assert graph.x.shape == (2, 1)
