@@ -60,6 +60,11 @@ class RunRecorder(Callback):
         self.epoch_of, self.cpu_seconds = dict(state["epoch_of"]), state["cpu_seconds"]
         self._counts = _counts(self.counters, self.cpu_seconds)
 
+    @property
+    def newest(self) -> dict[str, float]:
+        """The newest value of each metric in the history."""
+        return {name: value for epoch in self.history for name, value in epoch.items() if name != "epoch"}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a checkpoint."""
         return self.restart_state()
@@ -73,9 +78,7 @@ class RunRecorder(Callback):
             self.load_restart_state(state_dict)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for logger in trainer.loggers:
-            if isinstance(logger, MetricsFile):
-                logger.restore(trainer.global_step)
+        _restore_metrics(trainer)
         self._log.write("fit", first_epoch=trainer.current_epoch, max_epochs=trainer.max_epochs)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
@@ -127,6 +130,7 @@ class RunRecorder(Callback):
             )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        _restore_metrics(trainer)  # of a job that restarted after its last epoch, whose training does not start
         self._pause()
         self._log.write("fitted")
 
@@ -179,6 +183,13 @@ class RunRecorder(Callback):
             self._elapsed += time.perf_counter() - wall
             self.cpu_seconds += cpu_seconds() - cpu
             self._started_at = None
+
+
+def _restore_metrics(trainer: pl.Trainer) -> None:
+    """Write the rows of earlier attempts of the job, once."""
+    for logger in trainer.loggers:
+        if isinstance(logger, MetricsFile):
+            logger.restore(trainer.global_step)
 
 
 def _counts(counters: Counters, cpu: float) -> dict[str, float]:

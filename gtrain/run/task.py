@@ -208,7 +208,8 @@ class Task:
             start = time.perf_counter()
             trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
             fit_seconds, best = time.perf_counter() - start, _best(trainer)
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        # A job that restarted after its last epoch, or its last validation, has those values in its history alone.
+        metrics = recorder.newest | {name: float(value) for name, value in trainer.callback_metrics.items()}
         epoch_of = {name: recorder.epoch_of.get(name) for name in metrics}
         if config["verb"] == "test" and not data.num_seeds("test"):
             tested = "edges" if data.task == "link" else "nodes with labels"

@@ -11,11 +11,11 @@ import lightning.pytorch as pl
 
 
 class KillRank(pl.Callback):
-    """Kill a rank by SIGKILL at the start of a training epoch, after the checkpoint of the previous one.
+    """Kill a rank by SIGKILL at the start of a training epoch or of the test, after the checkpoint of the previous epoch.
 
     Args:
         rank: the rank.
-        epoch: the epoch, from 0.
+        epoch: the epoch, from 0; the number of all epochs is the test after them.
         record: file into which the rank writes the process id of its session's leader before it dies.
         once: kill it only if the file does not exist.
     """
@@ -24,6 +24,12 @@ class KillRank(pl.Callback):
         self._rank, self._epoch, self._record, self._once = rank, epoch, Path(record), once
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._kill_if_due(trainer)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._kill_if_due(trainer)
+
+    def _kill_if_due(self, trainer: pl.Trainer) -> None:
         due = (trainer.global_rank, trainer.current_epoch) == (self._rank, self._epoch)
         if due and not (self._once and self._record.exists()):
             self._record.write_text(str(os.getsid(0)))
