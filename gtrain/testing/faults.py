@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 
 
 class KillRank(pl.Callback):
-    """Kill a rank by SIGKILL at the start of a training epoch or of the test, after the checkpoint of the previous epoch.
+    """Kill a rank by SIGKILL when an epoch or the test starts, after the checkpoint of the previous epoch.
 
     Args:
         rank: the rank.
