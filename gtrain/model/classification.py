@@ -67,7 +67,7 @@ class Classifier(OptimizedModule):
 
     Raises:
         ConfigError: the number of class weights is not that of the classes, ``label_smoothing`` is not a share, or
-            there is no metric of a name in ``test_metrics``.
+            ``test_metrics`` has another name.
     """
 
     def __init__(

@@ -77,8 +77,8 @@ def test_balanced_class_weights_are_inverse_frequencies_in_training(
     parts = {"a": torch.tensor([0, 0, 0, 1, 1, 1]), "b": torch.tensor([0])}
     facts = {"num_classes": 3, "multilabel": False, "target": "a", **facts}
     store = write_store(tmp_path / "s", graph, parts, 2, source={}, facts=facts, partitioner="random", seed=0)
-    found = build._class_weights("balanced", store)
-    assert found == (weights if weights is None else pytest.approx(weights))
+    made = build._class_weights("balanced", store)
+    assert made == (weights if weights is None else pytest.approx(weights))
 
 
 @pytest.mark.parametrize("class_weights", [None, [1.0, 2.0, 5.0]])
