@@ -59,7 +59,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     best_epoch: int | None = None
     _watches = False
-    _stepped = 0  # global step after which the ranks agreed last on whether to end
+    _stepped = 0  # global step after the last batch
     _ends = False
 
     def __init__(
@@ -131,15 +131,16 @@ class RunCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save the last checkpoint if it is due within the epoch."""
+        stepped = trainer.global_step > self._stepped  # after a batch whose gradients are accumulated it is not
+        self._stepped = trainer.global_step
         if not self._saves_within_epochs:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        elif self._is_due(trainer) and not self._should_skip_saving_checkpoint(trainer):
+        elif stepped and self._is_due(trainer) and not self._should_skip_saving_checkpoint(trainer):
             saved = self._last_global_step_saved
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
             # Lightning skips a step that it has saved: the end of the epoch still has to be saved.
             self._last_global_step_saved = saved
-        if self._watches and trainer.global_step > self._stepped:
-            self._stepped = trainer.global_step  # a batch whose gradients are accumulated is not a step
+        if self._watches and stepped:
             assert isinstance(trainer.strategy, GraphStrategy)
             self._ends = trainer.strategy.interrupted()
             if self._ends and not trainer.is_last_batch:

@@ -246,7 +246,7 @@ class TestRecorder(Callback):
 def _bins(scores: Tensor) -> Tensor:
     """Return the bin of each score; NaN is in the first."""
     place = (scores.double().asinh().nan_to_num(-REACH) + REACH) * (BINS / (2 * REACH))
-    return place.long().clamp(0, BINS - 1)
+    return place.clamp(0, BINS - 1).long()
 
 
 def _ids(batch: Any) -> Tensor | None:

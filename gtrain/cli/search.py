@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 DATABASE = "optuna.db"
 _FOLDER = "folder"  # of the trial's job
+_REPEATED = "repeated"  # another trial has the same values
 _SAMPLERS = ("tpe", "random")
 _DIRECTIONS = ("maximize", "minimize")
 
@@ -168,6 +169,7 @@ class OptunaSweeper(Sweeper):
         mine = str(self._folder.absolute())
         for trial in study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.RUNNING]):
             if str(Path(str(trial.user_attrs.get(_FOLDER))).parent) == mine:
+                optuna.trial.Trial(study, trial._trial_id).set_user_attr(_REPEATED, True)
                 study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
                 study.enqueue_trial(trial.params)
         log.info("the study %s goes on after %d trials", self._name, _finished(study))
@@ -265,7 +267,9 @@ def distribution(override: Override) -> BaseDistribution:
 
 
 def _finished(study: optuna.Study | None) -> int:
-    return 0 if study is None else sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
+    """Return the number of finished trials, without those that a killed command left, which are repeated."""
+    trials = [] if study is None else study.get_trials(deepcopy=False)
+    return sum(trial.state.is_finished() and _REPEATED not in trial.user_attrs for trial in trials)
 
 
 def _score(result: JobReturn) -> float | None:

@@ -17,6 +17,9 @@ from gtrain.errors import ConfigError
 from gtrain.kernels import ordering
 from gtrain.nn.dropout import Mask, edge_ids
 
+MOST_EDGES = 2**31 - 1
+"""Edges that the layers of a rank may have: they are numbered in int32."""
+
 
 class CompressedEdges(NamedTuple):
     """Edges of one block, compressed by one of their ends (CSR or CSC); rows without edges are left out on the CPU.
@@ -209,15 +212,29 @@ class EdgeBlockCache:
         return sort_edges(torch.stack([edge_index[0], rows]), self._exchange, num_rows)
 
 
+def check_count(edge_index: Tensor) -> None:
+    """Refuse ``edge_index`` [2, E] with more than :data:`MOST_EDGES`.
+
+    Raises:
+        ConfigError: says how many there are.
+    """
+    if edge_index.size(1) > MOST_EDGES:
+        raise ConfigError(
+            f"a rank has {edge_index.size(1):,} edges; its layers may have at most {MOST_EDGES:,}.",
+            hint="share the graph among more ranks, or sample neighbours; gtrain plan says which strategies can.",
+        )
+
+
 def sort_edges(
     edge_index: Tensor, exchange: HaloExchange, num_targets: int, targets: HaloExchange | None = None
 ) -> EdgeBlocks:
     """Group ``edge_index`` [2, E] by the blocks of its sources.
 
     Raises:
-        ConfigError: an edge points at a node that another rank owns.
+        ConfigError: an edge points at a node that another rank owns, or there are too many edges.
     """
     check_ends(edge_index, exchange, num_targets)
+    check_count(edge_index)
     starts = exchange.shard.block_ptr.tolist()
     source, target = edge_index.contiguous()
     # an empty block repeats a boundary; right=True skips it

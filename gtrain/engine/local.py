@@ -28,7 +28,7 @@ from torch_geometric.nn.conv import (
 )
 
 from gtrain.engine.constants import Constants, version_of
-from gtrain.engine.edges import EdgeBlock, EdgeBlocks, count_of
+from gtrain.engine.edges import EdgeBlock, EdgeBlocks, check_count, count_of
 from gtrain.engine.fused_layers import FusedLayers, count_hop
 from gtrain.engine.halo import HaloExchange
 from gtrain.engine.normalize import exact_gcn_norm
@@ -254,6 +254,7 @@ class LocalEdges:
         """Return the edges in the orders in which kernels read them.
 
         Raises:
+            ConfigError: there are more than :data:`~gtrain.engine.edges.MOST_EDGES`.
             IndexError: an edge names a node that does not exist.
         """
         by_size = self._known.setdefault(edge_index, {})
@@ -277,6 +278,7 @@ class LocalEdges:
         return self._grouped(*edge_index.detach())
 
     def _check(self, edge_index: Tensor) -> None:
+        check_count(edge_index)
         source, target = edge_index.detach()
         # Compiled loops do not check what they read. A GPU checks without the host, which would wait for it.
         if edge_index.is_cuda:

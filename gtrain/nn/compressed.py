@@ -120,7 +120,8 @@ class CompressedMatrix(Tensor):
 
         Returns:
             ``pointers`` int64 ``[F + 1]``: column c has the entries ``pointers[c] .. pointers[c+1]-1``; ``rows`` int32
-            ``[Z]``, the row of each; ``positions`` int32 ``[Z]``, the position of each among the entries by row.
+            ``[Z]``, the row of each; ``positions`` ``[Z]``, int32, or int64 for 2^31 entries or more, the position of
+            each among the entries by row.
         """
         with torch._C.DisableTorchFunctionSubclass():
             if self._by_column is None:
@@ -256,13 +257,14 @@ _BLOCK = 1 << 16  # entries whose rows are gathered at once on other devices
 
 def _sorted_by_column(rows: Csr, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     row_of_entry = rows.row_of_entry().int()
-    if rows.ids.device.type == "cpu":
+    few = rows.ids.numel() < 2**31  # positions fit into int32
+    if rows.ids.device.type == "cpu" and few:
         from gtrain.nn.csr_kernels import by_column
 
         return by_column(rows.ids.int(), row_of_entry, columns)
     order = rows.ids.sort(stable=True).indices
     counts = torch.bincount(rows.ids, minlength=columns)
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]), row_of_entry[order], order.int()
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]), row_of_entry[order], order.int() if few else order
 
 
 def _expanded(values: Any) -> Any:

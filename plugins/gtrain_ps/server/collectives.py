@@ -129,8 +129,14 @@ class Collectives:
         if len(contributions) == self._workers:
             del self._contributions[collective]
             tensors = [contributions[rank] for rank in range(self._workers)]
-            self._store(collective, tensors)
-            for waiting in self._waiting.pop(collective):
+            replies = self._waiting.pop(collective)
+            try:
+                self._store(collective, tensors)
+            except BaseException as error:
+                for waiting in replies:
+                    waiting.set_exception(error)
+                raise
+            for waiting in replies:
                 waiting.set_result(Message({}, tensors))
         return reply
 

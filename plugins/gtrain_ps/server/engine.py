@@ -141,6 +141,7 @@ class Engine:
     def forget(self, worker: int) -> int:
         """Drop what a worker that was restarted had sent ahead of its steps; return the version."""
         self._check()
+        self._updates.forget()
         self._products = [request for request in self._products if request.worker != worker]
         for step in self._steps.values():
             if worker not in step.commits:
@@ -325,6 +326,10 @@ class Updates:
         """Stack and group a table's rows ahead of the update."""
         calls = _calls_of(products, name)
         self._grouped[name] = calls, self._blocks[name].group([products[call].rows for call in calls])
+
+    def forget(self) -> None:
+        """Drop what was grouped ahead: a restarted worker may send other rows."""
+        self._grouped.clear()
 
     def apply(self, products: StepProducts, commits: Sequence[Commit], step: int) -> None:
         """Apply a step to all blocks that have a gradient.

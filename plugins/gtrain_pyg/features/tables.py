@@ -108,7 +108,8 @@ class DenseFeatureTable(FeatureTable):
             self.fill(out, location, bases, 0, bases.shape[1])
             return [out]
         if (self.dtype, dtype) == (torch.float32, torch.bfloat16):
-            kernels.gather_bfloat16(location, bases[0], out.view(torch.uint16).view(location.size, -1).numpy())
+            rows = out.view(torch.uint16).view(location.size, math.prod(self.shape))
+            kernels.gather_bfloat16(location, bases[0], rows.numpy())
             return [out]
         step = max(1, SCRATCH_BYTES // max(1, int(self.row_bytes)))
         scratch = self.empty(min(step, location.size), pool, self.dtype)

@@ -114,7 +114,7 @@ def test_a_trial_that_a_killed_command_left_is_repeated(sweeper: Any, tmp_path: 
         made.sweep([LR])
     assert "+callbacks.trial" not in launcher.jobs[0], "the first job's score decides what is better"
     left = launcher.jobs[1]["model.optimizer.lr"]
-    made, launcher = sweeper(lambda job: -distance(job), "hydra.sweeper.trials=4")
+    made, launcher = sweeper(lambda job: -distance(job), "hydra.sweeper.trials=3")
     made.sweep([LR])
     assert launcher.jobs[2]["model.optimizer.lr"] == left
     study = optuna.load_study(study_name="gtrain", storage=f"sqlite:///{tmp_path / 'sweep' / 'optuna.db'}")

@@ -27,8 +27,9 @@ from torch_geometric.nn.conv import (
     TransformerConv,
 )
 
-from gtrain.engine import fused_layers
+from gtrain.engine import edges, fused_layers
 from gtrain.engine.local import LocalEngine
+from gtrain.errors import ConfigError
 from gtrain.nn.depth import HopMeter
 from gtrain.nn.dropout import ExactDropout, rows_of
 from gtrain.nn.relational import IdRGCNConv
@@ -527,3 +528,13 @@ def test_hops_are_counted_without_messages(name: str, engine: LocalEngine, monke
         out = conv(data["x"], data["edge_index"], **kwargs)
     assert meter.hops(out.sum()) == (2 if name == "sgc" else 1)
     assert max([0, *map(int, ran)]) < EDGES // 8
+
+
+def test_more_edges_than_can_be_numbered_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edges, "MOST_EDGES", EDGES - 1)
+    monkeypatch.setattr(fused_layers, "FEW", 0)
+    conv, engine = SAGEConv(IN, 5), LocalEngine()
+    engine.install(conv)
+    with pytest.raises(ConfigError, match="a rank has 300 edges; its layers may have at most 299"):
+        conv(torch.ones(NODES, IN), torch.randint(NODES, (2, EDGES)))
+    engine.uninstall()

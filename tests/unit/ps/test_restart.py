@@ -253,3 +253,15 @@ def test_a_log_is_read_up_to_what_was_cut_off(tmp_path: Path) -> None:
         Journal(tmp_path / "disk", {"seed": 2})
     journal.remove()
     assert not (tmp_path / "disk").exists()
+
+
+def test_all_workers_learn_that_the_result_of_a_collective_could_not_be_kept() -> None:
+    def full(collective: int, tensors: list[torch.Tensor]) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    collectives = Collectives(2, CollectiveResults(2, ServerMemory()), full)
+    waits = collectives.contribute(0, 7, torch.ones(1))
+    with pytest.raises(OSError, match="no space"):
+        collectives.contribute(1, 7, torch.ones(1))
+    with pytest.raises(OSError, match="no space"):
+        waits.result(0)

@@ -26,10 +26,12 @@ from gtrain.graph.store.writer import write_store
 from gtrain.nn.compressed import as_dense, is_compressed
 from gtrain.strategy.counters import rss_bytes
 from gtrain.wire import Message, RemoteError, WireError
+from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.features import feature_store, kernels
 from gtrain_pyg.features import requests as row_requests
 from gtrain_pyg.features.cache import FeatureCache, expected_visits, fill_cache, most_visited
 from gtrain_pyg.features.feature_store import FeatureStore, RowCounts
+from gtrain_pyg.features.tables import DenseFeatureTable
 
 
 def check(store: Store, data: Data, batch: dict[Any, Any], made: dict[Any, dict[str, Tensor]]) -> None:
@@ -673,3 +675,9 @@ def test_rows_are_rounded_to_bfloat16_as_torch_rounds(columns: int) -> None:
     expected = rows[location].bfloat16()
     assert torch.equal(out.isnan(), expected.isnan()) and expected.isnan().any()
     assert torch.equal(out.nan_to_num().view(torch.int16), expected.nan_to_num().view(torch.int16))
+
+
+def test_no_rows_may_be_read_in_bfloat16() -> None:
+    table = DenseFeatureTable(torch.zeros(1, 3), 1)
+    (rows,) = table.gather(np.empty(0, np.int64), np.zeros((1, 1), np.int64), BufferPool(), torch.bfloat16)
+    assert rows.shape == (0, 3) and rows.dtype == torch.bfloat16

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from gtrain.callbacks.test_record import TestRecorder
+from gtrain.callbacks.test_record import BINS, TestRecorder, _bins
 from gtrain.model.outputs import NumberScores
 from gtrain.record.run import RunRecord
 from gtrain.reporting import scores
@@ -61,3 +61,9 @@ def test_the_error_by_degree_has_the_unit_of_the_labels() -> None:
     )
     assert row["score"] == 40 and row["high"] == pytest.approx(40 + 2 * 10 / 2**0.5)
     assert "absolute error" in figure.alt
+
+
+def test_a_score_that_is_certain_is_in_the_last_bin() -> None:
+    """The softmax of scores far apart is exactly 1, whose logit is infinite."""
+    scores = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, 1e300])
+    assert _bins(scores).tolist() == [BINS - 1, 0, 0, BINS // 2, BINS - 1]

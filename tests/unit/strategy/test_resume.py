@@ -118,9 +118,14 @@ class Counting(RunCheckpoint):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("interval", [{"every_n_train_steps": 2}, {"train_time_interval": timedelta(0)}])
-def test_checkpoints_within_epochs_are_the_last_and_not_the_best(tmp_path: Path, interval: dict[str, Any]) -> None:
-    """From the first epoch on, which has no score yet; an epoch has three steps."""
+@pytest.mark.parametrize(
+    ("interval", "accumulated"),
+    [({"every_n_train_steps": 2}, 1), ({"train_time_interval": timedelta(0)}, 1), ({"every_n_train_steps": 2}, 2)],
+)
+def test_checkpoints_within_epochs_are_the_last_and_not_the_best(
+    tmp_path: Path, interval: dict[str, Any], accumulated: int
+) -> None:
+    """From the first epoch on, which has no score yet; never between batches whose gradients are accumulated."""
     settings = {"monitor": "val/acc", "save_last": True, "save_on_train_epoch_end": True}
     callback = Counting(tmp_path / "c", "best", **settings, **interval)
     callback.saved = {}
@@ -134,6 +139,7 @@ def test_checkpoints_within_epochs_are_the_last_and_not_the_best(tmp_path: Path,
         accelerator="cpu",
         devices=1,
         max_epochs=2,
+        accumulate_grad_batches=accumulated,
         callbacks=[callback],
         logger=False,
         enable_progress_bar=False,
