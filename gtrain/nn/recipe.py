@@ -39,6 +39,7 @@ class EdgeRecipe:
         tail_negs: whether tails are replaced.
         self_negs: whether the fixed end of an edge is a negative for the other end; never with ``all_negs``.
         n3: weight of the N3 regulariser.
+        dura: weight of the DURA regulariser; by inner products of an operator that multiplies.
         relation_prediction: weight of the loss of predicting an edge's relation among these; by inner products only.
         max_norm: rows with a larger norm are scaled to it when they are read; None: never.
         shifts: ``[1, D]`` each, added to all embeddings of the heads' type and of the tails' type; None: 0.
@@ -65,6 +66,7 @@ class EdgeRecipe:
     tail_negs: bool
     self_negs: bool
     n3: float
+    dura: float
     relation_prediction: float
     max_norm: float | None
     shifts: tuple[nn.Parameter, nn.Parameter] | None
@@ -81,6 +83,11 @@ class EdgeRecipe:
     def chunk_size(self) -> int:
         """Edges of a chunk."""
         return self.num_batch_negs or self.num_uniform_negs
+
+    @property
+    def has_edge_losses(self) -> bool:
+        """Whether an edge has losses in which no negatives are: regularizers, or that of its relation."""
+        return bool(self.n3 or self.dura or self.relation_prediction)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -17,7 +17,7 @@ from gtrain.kernels import splitmix as mixing
 from gtrain.model.edge_model import EMBEDDED, NAMES, EdgeModel
 from gtrain.model.kg.evaluation import GroupRanks
 from gtrain.model.kg.schema import EmbeddingSchema, GraphTypes, make_schema
-from gtrain.model.kg.scores import PREDICTS_RELATIONS
+from gtrain.model.kg.scores import BILINEAR, PREDICTS_RELATIONS
 from gtrain.model.kg.tables import EntityTables
 from gtrain.model.kg.training import (
     ChunkDraws,
@@ -89,6 +89,8 @@ class KGEmbedding(EdgeModel):
             ``weight`` of ``relations``.
         n3: weight of the N3 regularizer (Lacroix et al. 2018, eq. 4): sum of the cubed absolute values of an edge's
             two embeddings and its relation's parameters.
+        dura: weight of the DURA regularizer (Zhang, Cai and Wang 2020), see
+            :meth:`~gtrain.model.kg.scores.EdgeScores.dura_norm`; by inner products, with an operator that multiplies.
         relation_prediction: weight of a further loss (Chen et al. 2021, eq. 3): the cross-entropy of predicting an
             edge's relation from its ends, among the relations that join the same types by the same operator. With
             ``reciprocal`` it is the sum of both directions.
@@ -149,6 +151,7 @@ class KGEmbedding(EdgeModel):
         global_emb: bool = False,
         relation_weight: Sequence[float] | None = None,
         n3: float = 0.0,
+        dura: float = 0.0,
         relation_prediction: float = 0.0,
         filtered: bool = True,
         num_candidates: int | None = None,
@@ -158,8 +161,13 @@ class KGEmbedding(EdgeModel):
         monitor: str = "val/loss",
     ) -> None:
         super().__init__()
-        sizes = {"margin": margin, "n3": n3, "relation_prediction": relation_prediction, "init_scale": init_scale}
-        sizes["relation_init_scale"] = relation_init_scale or 0.0
+        weights = {"n3": n3, "dura": dura, "relation_prediction": relation_prediction}
+        sizes = {
+            "margin": margin,
+            **weights,
+            "init_scale": init_scale,
+            "relation_init_scale": relation_init_scale or 0.0,
+        }
         counts = {"dimension": dimension} | ({} if num_candidates is None else {"num_candidates": num_candidates})
         _check(num_nodes, counts, sizes, max_norm)
         if self_negs and (comparator != "dot" or not reciprocal):
@@ -185,11 +193,13 @@ class KGEmbedding(EdgeModel):
             exact = all(group.all_negs for group in self.schema.groups) and head_negs and tail_negs
             _check_by_query(exact, loss, reciprocal)
         if relation_prediction:
-            _check_relation_prediction(self.schema, comparator)
+            _check_operators("relation_prediction", "acts on columns", self.schema, comparator, PREDICTS_RELATIONS)
+        if dura:
+            _check_operators("dura", "multiplies", self.schema, comparator, BILINEAR)
         self._grouped = GroupedEdges(self.schema)
-        weights = self.schema.weights
+        factors = self.schema.weights
         self._relation_weight: Tensor | None
-        self.register_buffer("_relation_weight", None if weights is None else torch.tensor(weights), persistent=False)
+        self.register_buffer("_relation_weight", None if factors is None else torch.tensor(factors), persistent=False)
         # With all nodes as negatives a gradient has every row: a sparse one would be larger than a dense one.
         dense = {end for group in self.schema.groups if group.all_negs for end in (group.lhs, group.rhs)}
         self.entities = EntityTables(
@@ -202,8 +212,7 @@ class KGEmbedding(EdgeModel):
             shared=global_emb,
         )
         negatives = NegativeSampling(num_batch_negs, num_uniform_negs, all_negs, head_negs, tail_negs)
-        options: dict[str, Any] = {"comparator": comparator, "reciprocal": reciprocal, "bias": bias, "n3": n3}
-        options["relation_prediction"] = relation_prediction
+        options: dict[str, Any] = {"comparator": comparator, "reciprocal": reciprocal, "bias": bias, **weights}
         options |= {"loss": make_loss(loss, margin), "init_scale": relation_init_scale}
         self.groups = nn.ModuleList(
             RelationGroup(
@@ -216,8 +225,7 @@ class KGEmbedding(EdgeModel):
             )
             for spec in self.schema.groups
         )
-        self._named: dict[str, Any] = {"comparator": comparator, "loss": loss, "margin": margin, "n3": n3}
-        self._named["relation_prediction"] = relation_prediction
+        self._named: dict[str, Any] = {"comparator": comparator, "loss": loss, "margin": margin, **weights}
 
     def recipe(self) -> ModelRecipe:
         """Return what a training step computes, for a strategy with its own kernels."""
@@ -461,15 +469,16 @@ def _check_by_query(exact: bool, loss: str, reciprocal: bool) -> None:
         )
 
 
-def _check_relation_prediction(schema: EmbeddingSchema, comparator: str) -> None:
-    """Check that the scores of all relations are a matrix product."""
+def _check_operators(
+    setting: str, quality: str, schema: EmbeddingSchema, comparator: str, operators: Sequence[str]
+) -> None:
+    """Check that a setting of the model works with the comparator and with the operator of each group."""
     for operator in (group.operator for group in schema.groups):
-        if comparator != "dot" or operator not in PREDICTS_RELATIONS:
+        if comparator != "dot" or operator not in operators:
             raise ConfigError(
-                f"model.relation_prediction was set with model.comparator={comparator} and the operator {operator}; it "
-                "needs inner products, and an operator that acts on columns.",
-                hint=f"set model.comparator=dot and one of the operators {', '.join(PREDICTS_RELATIONS)}, or "
-                "model.relation_prediction=0.",
+                f"model.{setting} was set with model.comparator={comparator} and the operator {operator}; it needs "
+                f"inner products, and an operator that {quality}.",
+                hint=f"set model.comparator=dot and one of the operators {', '.join(operators)}, or model.{setting}=0.",
             )
 
 

@@ -262,6 +262,8 @@ OPERATORS: dict[str, type[Operator]] = {
 }
 
 
+BILINEAR = ("diagonal", "linear", "complex_diagonal")
+"""Operators that multiply: inner products are linear in each end, and :meth:`EdgeScores.dura_norm` bounds them."""
 PREDICTS_RELATIONS = ("translation", "diagonal", "complex_diagonal")
 """Operators with a :meth:`Operator.linear_form`: with inner products, the scores of an edge's ends with all relations
 are one matrix product."""
@@ -501,6 +503,25 @@ class EdgeScores(nn.Module):
                 parts.append(parameters.pow(3).sum(-1))
         return reduce(torch.add, parts)
 
+    def dura_norm(self, heads: Tensor, relation: Tensor, tails: Tensor, end: int | None = None) -> Tensor:
+        """Return the DURA norm of each edge, ``[B]``: the squared norms of its ends and of both as transformed.
+
+        It is that of Zhang, Cai and Wang (2020): ``|h|^2 + |t|^2 + |M h|^2 + |M' t|^2``, where the score is that of
+        ``M h`` and ``t``; the sum over both directions with reciprocal relations. It needs the comparator ``dot`` and
+        an operator of :data:`BILINEAR`.
+
+        Args:
+            heads, tails: ``[B, D]``.
+            relation: ``[B]``.
+            end: 1 for the direction that finds tails alone, 0 for the other, of reciprocal relations; None: both.
+        """
+        d, parts = self.dimension, []
+        for operator in self._operators(end):
+            given, other = self._as_transformed(operator, heads[:, :d], tails[:, :d])
+            moved = operator(given.unsqueeze(1), relation), operator.adjoint(other.unsqueeze(1), relation)
+            parts += [rows.square().flatten(1).sum(-1) for rows in (given, other, *moved)]
+        return reduce(torch.add, parts)
+
     def relation_loss(self, heads: Tensor, relation: Tensor, tails: Tensor, end: int | None = None) -> Tensor:
         """Return the cross-entropy of classifying each edge's relation among all relations, ``[B]``.
 
@@ -516,11 +537,14 @@ class EdgeScores(nn.Module):
         heads, tails = heads[:, :d], tails[:, :d]
         losses = []
         for operator in self._operators(end):
-            # Static relations transform tails, reciprocal ones the given end.
-            tails_found = self.reciprocal and operator is self.forwards
-            pairs, parameters = operator.linear_form(*((heads, tails) if tails_found else (tails, heads)))
+            pairs, parameters = operator.linear_form(*self._as_transformed(operator, heads, tails))
             losses.append(F.cross_entropy(pairs @ parameters.T, relation, reduction="none"))
         return torch.stack(losses).sum(0)
+
+    def _as_transformed(self, operator: Operator, heads: Tensor, tails: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ends that an operator transforms, and the others."""
+        # Static relations transform tails, reciprocal ones the given end.
+        return (heads, tails) if self.reciprocal and operator is self.forwards else (tails, heads)
 
     def _operators(self, end: int | None) -> list[Operator]:
         """Return the operators that transform the given end of edges, when this end is to be found; None: both."""

@@ -227,7 +227,7 @@ class NegativeSampling:
 
 
 class TrainingLoss:
-    """The loss of each edge of a batch, both sides added, relation prediction and the N3 regularizer.
+    """The loss of each edge of a batch, both sides added, relation prediction and regularizers.
 
     Chunks keep the edges in the batch's order; with static relations, which transform the negatives, each chunk has
     one relation.
@@ -236,7 +236,8 @@ class TrainingLoss:
         scores: of edges.
         loss: of the scores of true edges and negatives.
         negatives: sampling of negatives.
-        n3: weight of the regularizer.
+        n3: weight of the N3 regularizer.
+        dura: weight of the DURA regularizer.
         relation_prediction: weight of the loss of predicting an edge's relation.
         sizes: entities of the heads' type and of the tails' type.
     """
@@ -247,11 +248,12 @@ class TrainingLoss:
         loss: LossFunction,
         negatives: NegativeSampling,
         n3: float,
+        dura: float,
         relation_prediction: float,
         sizes: tuple[int, int],
     ) -> None:
         self.scores, self.loss, self.negatives, self.sizes = scores, loss, negatives, sizes
-        self.n3, self.relation_prediction = n3, relation_prediction
+        self.n3, self.dura, self.relation_prediction = n3, dura, relation_prediction
 
     def __call__(
         self, tables: tuple[RowLookup, RowLookup], edges: Triples, draw: Callable[[int, int, Tensor, int], Tensor]
@@ -332,11 +334,18 @@ class TrainingLoss:
             negative = self._negative_scores(queries, heads, more_heads, head, every_head, chunks)
             losses.append(self._side_loss(queries, heads, tails, negative, head == tail))
         flat = (heads.flatten(0, 1), relation.flatten(), tails.flatten(0, 1))
-        if self.n3:
-            losses.append(self.n3 * self.scores.n3_norm(*flat).view(head.shape))
-        if self.relation_prediction:
-            losses.append(self.relation_prediction * self.scores.relation_loss(*flat).view(head.shape))
+        losses += [loss.view(head.shape) for loss in self._edge_losses(*flat)]
         return torch.stack(losses).sum(0)
+
+    def _edge_losses(self, heads: Tensor, relation: Tensor, tails: Tensor, end: int | None = None) -> list[Tensor]:
+        """Return the weighted losses of edges in which no negatives are, ``[B]`` each; ``end`` as in the scores."""
+        scores = self.scores
+        kinds = (
+            (self.n3, scores.n3_norm),
+            (self.dura, scores.dura_norm),
+            (self.relation_prediction, scores.relation_loss),
+        )
+        return [weight * loss(heads, relation, tails, end) for weight, loss in kinds if weight]
 
     def _of_one_end(self, tables: tuple[RowLookup, RowLookup], edges: Triples, end: int) -> Tensor:
         """Return twice the loss of finding this end of the edges, ``[B]``: the mean of an edge's two is its loss."""
@@ -344,7 +353,7 @@ class TrainingLoss:
         given, answer = (edges.head, edges.tail) if end else (edges.tail, edges.head)
         queries = Queries(edges.relation, given, answer, self.scores.num_relations)
         # The ends of the edges are read for the regularizers alone.
-        ends = slice(None if self.n3 or self.relation_prediction else 0)
+        ends = slice(None if self.n3 or self.dura or self.relation_prediction else 0)
         nothing = queries.given[:0]
         ids = edges.head[ends], queries.given if end else nothing, edges.tail[ends], nothing if end else queries.given
         read_head = every_head.__getitem__
@@ -358,10 +367,8 @@ class TrainingLoss:
         loss = queries.losses(
             lambda some: self.scores.all_pairs(some, candidates), rows.squeeze(1), LIMIT // self.sizes[end]
         )
-        if self.n3:
-            loss = loss + self.n3 * self.scores.n3_norm(heads, edges.relation, tails, end)
-        if self.relation_prediction:
-            loss = loss + self.relation_prediction * self.scores.relation_loss(heads, edges.relation, tails, end)
+        for more in self._edge_losses(heads, edges.relation, tails, end):
+            loss = loss + more
         return 2 * loss
 
     def _look_up(self, tables: tuple[RowLookup, RowLookup], ids: tuple[Tensor, ...]) -> list[Tensor]:
@@ -440,7 +447,8 @@ class RelationGroup(nn.Module):
         comparator, reciprocal, bias, init_scale: see :class:`~gtrain.model.kg.scores.EdgeScores`.
         loss: of the scores of true edges and negatives.
         negatives: sampling of negatives.
-        n3: weight of the regularizer.
+        n3: weight of the N3 regularizer.
+        dura: weight of the DURA regularizer.
         relation_prediction: weight of the loss of predicting an edge's relation among the group's.
 
     Attributes:
@@ -460,6 +468,7 @@ class RelationGroup(nn.Module):
         loss: LossFunction,
         negatives: NegativeSampling,
         n3: float,
+        dura: float,
         relation_prediction: float,
     ) -> None:
         super().__init__()
@@ -467,7 +476,7 @@ class RelationGroup(nn.Module):
         lhs, rhs = self.ends = entities[spec.lhs], entities[spec.rhs]
         size = len(spec.relations), lhs.dimension
         self.scores = EdgeScores(*size, spec.operator, comparator, reciprocal, bias, init_scale)
-        self.loss = TrainingLoss(self.scores, loss, negatives, n3, relation_prediction, (lhs.count, rhs.count))
+        self.loss = TrainingLoss(self.scores, loss, negatives, n3, dura, relation_prediction, (lhs.count, rhs.count))
 
 
 class GroupedEdges(nn.Module):

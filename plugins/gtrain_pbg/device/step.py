@@ -108,7 +108,7 @@ def fits(recipe: EdgeRecipe) -> bool:
     """Return whether :class:`FusedStep` can train this model."""
     plain_rows = recipe.bags == (None, None) and recipe.shifts is None and recipe.max_norm is None and not recipe.bias
     by_column = recipe.operator in kernels.CODES and (recipe.reciprocal or not recipe.forwards)
-    inner = recipe.comparator == "dot" and not recipe.n3 and not recipe.relation_prediction
+    inner = recipe.comparator == "dot" and not recipe.has_edge_losses
     both = recipe.head_negs and recipe.tail_negs
     answers = recipe.num_batch_negs > 0 and not recipe.all_negs and not recipe.self_negs
     few = recipe.chunk_size + recipe.num_uniform_negs <= kernels.MOST_COLUMNS
@@ -312,12 +312,11 @@ class EdgeLosses:
             for rows, name in zip(every, ("tail_shift", "head_shift"), strict=True)
         )
         given_tails, given_heads = tails[:, : shape.slots], heads[:, : shape.slots]
-        n3 = self._n3(given_heads, given_tails) if recipe.n3 else None
-        predicted = self._relation_loss(given_heads, given_tails) if recipe.relation_prediction else None
+        kinds = (recipe.n3, self._n3), (recipe.dura, self._dura), (recipe.relation_prediction, self._relation_loss)
+        losses = [weight * loss(given_heads, given_tails) for weight, loss in kinds if weight]
         if self._static:
             tails = self._transformed("forwards", tails)
             all_tails = None if all_tails is None else self._transformed("forwards", all_tails.unsqueeze(0)).squeeze(0)
-        losses = []
         if recipe.tail_negs:
             query = self._transformed("forwards", given_heads) if recipe.reciprocal else given_heads
             losses.append(self._side(query, tails, given_heads, all_tails, ends[0], 0))
@@ -325,10 +324,6 @@ class EdgeLosses:
             given = tails[:, : shape.slots]
             query = self._transformed("backwards", given) if recipe.reciprocal else given
             losses.append(self._side(query, heads, given_tails, all_heads, ends[1], 1))
-        if n3 is not None:
-            losses.append(recipe.n3 * n3)
-        if predicted is not None:
-            losses.append(recipe.relation_prediction * predicted)
         each = torch.stack(losses).sum(0)
         return torch.where(self._valid.flatten(), each.flatten() * self._batch.weight, 0).sum()
 
@@ -434,15 +429,35 @@ class EdgeLosses:
         norms = [part.pow(3).sum(-1) for part in parts]
         return torch.stack([norm.expand(heads.shape[:2]) for norm in norms]).sum(0)
 
+    def _dura(self, heads: Tensor, tails: Tensor) -> Tensor:
+        """Return the DURA norm of each edge, ``[C, m]``; of both directions if reciprocal."""
+        d, name = self._recipe.dimension, self._recipe.operator
+        heads, tails = heads[..., :d], tails[..., :d]
+        squares = []
+        for direction, (rows, others) in self._transformed_ends(heads, tails).items():
+            moved = self._transformed(direction, rows)
+            if name == "linear":
+                back = self._products(others, self._parameters[f"{direction}.matrix"].transpose(1, 2))
+            else:
+                # Of an operator on columns the adjoint has the same absolute values.
+                back = self._transformed(direction, others)
+            squares += [rows, others, moved, back]
+        return torch.stack([each.square().sum(-1) for each in squares]).sum(0)
+
+    def _transformed_ends(self, heads: Tensor, tails: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return by direction the ends that its operator transforms, and the others."""
+        return (
+            {"forwards": (heads, tails), "backwards": (tails, heads)}
+            if self._recipe.reciprocal
+            else {"forwards": (tails, heads)}
+        )
+
     def _relation_loss(self, heads: Tensor, tails: Tensor) -> Tensor:
         """Return the cross-entropy of predicting each edge's relation, ``[C, m]``; of both directions if reciprocal."""
         d, name = self._recipe.dimension, self._recipe.operator
         heads, tails = (rows[..., :d].flatten(0, 1) for rows in (heads, tails))
-        directions = {"forwards": (tails, heads)}
-        if self._recipe.reciprocal:
-            directions = {"forwards": (heads, tails), "backwards": (tails, heads)}
         losses = []
-        for direction, (rows, others) in directions.items():
+        for direction, (rows, others) in self._transformed_ends(heads, tails).items():
             parameters = [self._parameters[f"{direction}.{key}"] for key in PARAMETERS[name]]
             logits = pairs_of(name, rows, others) @ torch.cat(parameters, dim=-1).T
             losses.append(F.cross_entropy(logits, self._batch.relation.long(), reduction="none"))

@@ -167,7 +167,7 @@ def _cubes(real: Any, imaginary: Any, is_complex: bool, weight: Any, by_real: An
 
 
 @inlined
-def regularize(
+def n3(
     operator: Any,
     ends: Any,
     by_ends: Any,
@@ -204,4 +204,39 @@ def regularize(
         elif with_relation:
             total += _cubes(a[r], a[r], False, heavy, by_a[r], by_a[r])
         result += heavy * total
+    return result
+
+
+@inlined(fastmath=FAST)
+def dura(operator: Any, ends: Any, by_ends: Any, relation: Any, weight: Any) -> float:
+    """The DURA regularizer (Zhang, Cai and Wang 2020) by one direction; add its gradients.
+
+    It is ``sum_e w[e] (|x|^2 + |y|^2 + |g(x)|^2 + |g'(y)|^2) = sum_e w[e] sum_d (1 + |v_d|^2) (|x_d|^2 + |y_d|^2)``.
+
+    Args:
+        operator: :class:`OperatorArrays`, DIAGONAL or COMPLEX.
+        ends: the rows x that the operator transforms, and the others y, ``[B, D]`` each.
+        by_ends: ``[B, D]`` each, gradients by them.
+        relation, weight: ``[B]``.
+    """
+    a, b, by_a, by_b = operator.a, operator.b, operator.by_a, operator.by_b
+    columns, result = a.shape[1], 0.0
+    for e in range(relation.size):
+        r, two = relation[e], 2 * weight[e]
+        x, y, by_x, by_y = ends[0][e], ends[1][e], by_ends[0][e], by_ends[1][e]
+        total = two * 0
+        for d in range(columns):
+            factor, size = 1 + a[r, d] * a[r, d], x[d] * x[d] + y[d] * y[d]
+            if operator.code == COMPLEX:
+                i = columns + d
+                factor += b[r, d] * b[r, d]
+                size += x[i] * x[i] + y[i] * y[i]
+                by_x[i] += two * factor * x[i]
+                by_y[i] += two * factor * y[i]
+                by_b[r, d] += two * size * b[r, d]
+            by_x[d] += two * factor * x[d]
+            by_y[d] += two * factor * y[d]
+            by_a[r, d] += two * size * a[r, d]
+            total += factor * size
+        result += weight[e] * total
     return result

@@ -27,7 +27,7 @@ def fits(recipe: EdgeRecipe, work: Workspace) -> bool:
     small = recipe.chunk_size * (recipe.chunk_size + recipe.num_uniform_negs) * recipe.dimension <= MOST
     plain_rows = recipe.bags == (None, None) and recipe.shifts is None and recipe.max_norm is None and not recipe.bias
     by_column = recipe.operator in OPERATOR_CODES and (recipe.reciprocal or not recipe.forwards)
-    inner = recipe.comparator == "dot" and not recipe.n3 and not recipe.relation_prediction
+    inner = recipe.comparator == "dot" and not recipe.has_edge_losses
     answers = recipe.num_batch_negs > 0 and not recipe.all_negs and not recipe.self_negs
     return small and plain_rows and by_column and inner and answers and (has_words() or not work.low)
 

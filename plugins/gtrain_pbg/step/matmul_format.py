@@ -48,7 +48,7 @@ def _lowest_of_group(recipe: EdgeRecipe) -> str:
     measured = recipe.comparator == "dot" and recipe.loss == "softmax"
     if not measured or recipe.dimension < LEAST_COLUMNS:
         return "float32"
-    return "int8" if recipe.num_batch_negs and not recipe.all_negs and not recipe.n3 else "bfloat16"
+    return "int8" if recipe.num_batch_negs and not recipe.all_negs and not (recipe.n3 or recipe.dura) else "bfloat16"
 
 
 def choose_format(recipe: ModelRecipe, dtype: torch.dtype, cpus: list[str]) -> str:

@@ -119,8 +119,8 @@ class RelationOperator:
         """Transform the rows of a side's edges ``[Z, D]`` by their relations ``[B]`` into ``[B, D]``."""
         if self.is_linear:
             matrix, vector = self.weights["matrix"].value, self.weights.get("vector")
-            for r, edges, spots in self._by_relation(layout, relation):
-                product = rows[spots] @ matrix[r].T
+            for r, edges in self._by_relation(relation):
+                product = rows[layout.spots[edges]] @ matrix[r].T
                 result[edges] = product if vector is None else product + vector.value[r]
             if low is not None:
                 low.copy_(result)
@@ -136,24 +136,24 @@ class RelationOperator:
             kernels.transform_backward(self.arrays, bits(gradient), rows.numpy(), layout, edges, by_row.numpy())
             return
         matrix, vector = self.weights["matrix"], self.weights.get("vector")
-        for r, members, spots in self._by_relation(layout, relation):
+        for r, members in self._by_relation(relation):
             by_result = gradient[members].to(rows.dtype)
             by_row[members] = by_result @ matrix.value[r]
-            matrix.gradient[r].addmm_(by_result.T, rows[spots])
+            matrix.gradient[r].addmm_(by_result.T, rows[layout.spots[members]])
             if vector is not None:
                 vector.gradient[r] += by_result.sum(0)
 
-    def _by_relation(self, layout: BatchLayout, relation: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """Return each relation with its edges and their rows: one matrix product each."""
+    @staticmethod
+    def _by_relation(relation: Tensor) -> list[tuple[int, Tensor]]:
+        """Return each relation of edges ``[B]`` with its edges: one matrix product each."""
         # The common case of one relation per batch needs no sort.
-        if layout.edges and bool((relation == relation[0]).all()):
-            return [(int(relation[0]), torch.arange(layout.edges), layout.spots)]
+        if len(relation) and bool((relation == relation[0]).all()):
+            return [(int(relation[0]), torch.arange(len(relation)))]
         order = relation.argsort(stable=True)
         relations, counts = relation[order].unique_consecutive(return_counts=True)
-        members = order.split(counts.tolist())
-        return [(r, edges, layout.spots[edges]) for r, edges in zip(relations.tolist(), members, strict=True)]
+        return list(zip(relations.tolist(), order.split(counts.tolist()), strict=True))
 
-    def regularize(
+    def n3(
         self,
         ends: tuple[Tensor, Tensor],
         by_ends: tuple[Tensor, Tensor],
@@ -172,8 +172,38 @@ class RelationOperator:
         heads_tails, gradients = (tuple(end.numpy() for end in pair) for pair in (ends, by_ends))
         with_relation = bool(self.weights) and not self.is_linear and self._turns is None
         edges = relation.numpy(), weight.numpy()
-        norm: float = kernels.regularize(self.arrays, heads_tails, gradients, *edges, with_rows, with_relation)
+        norm: float = kernels.n3(self.arrays, heads_tails, gradients, *edges, with_rows, with_relation)
         return norm
+
+    def dura(
+        self,
+        ends: tuple[Tensor, Tensor],
+        by_ends: tuple[Tensor, Tensor],
+        relation: Tensor,
+        weight: Tensor,
+    ) -> float:
+        """Return the weighted DURA norms of edges by this operator, and add their gradients.
+
+        Args:
+            ends: the rows that the operator transforms, and the others, ``[B, D]`` each.
+            by_ends: the gradients by them.
+            relation, weight: ``[B]``.
+        """
+        if not self.is_linear:
+            rows, gradients = (tuple(end.numpy() for end in pair) for pair in (ends, by_ends))
+            norm: float = kernels.dura(self.arrays, rows, gradients, relation.numpy(), weight.numpy())
+            return norm
+        matrix, total = self.weights["matrix"], 0.0
+        for r, members in self._by_relation(relation):
+            transform, factor = matrix.value[r], weight[members].unsqueeze(1)
+            given, other = (end[members] for end in ends)
+            moved, back = given @ transform.T, other @ transform
+            total += float(sum((factor * rows.square()).sum() for rows in (given, other, moved, back)))
+            factor = 2 * factor
+            by_ends[0][members] += factor * (given + moved @ transform)
+            by_ends[1][members] += factor * (other + back @ transform.T)
+            matrix.gradient[r].addmm_((factor * moved).T, given).addmm_((factor * other).T, back)
+        return total
 
     def update(self, touched: Array, count: int, rule: UpdateRule) -> None:
         """Apply the gradients of these relations."""

@@ -113,7 +113,7 @@ class TrainingStep:
             lost = self._train_reciprocal(batch, sides, weight)
         else:
             lost = self._train_static(batch, sides, weight, self._forwards)
-        if recipe.n3 or recipe.relation_prediction:
+        if recipe.has_edge_losses:
             lost += self._train_relations(batch, sides, weight)
         self._update(sides, table_rule)
         self._update_relations(batch.relation, sides, relation_rule)
@@ -236,19 +236,22 @@ class TrainingStep:
     # ------------------------------------------------------------------------------------- losses without negatives
 
     def _train_relations(self, batch: EdgeBatch, sides: tuple[BatchSide, BatchSide], weight: Tensor) -> float:
-        """Return the N3 norm and the loss of relation prediction; add their gradients to ``by_edge`` of the sides."""
+        """Return the regularizers and the loss of relation prediction; add their gradients to ``by_edge`` of sides."""
         recipe, factor = self.recipe, self.work.take("edge factor", len(batch))
         ends, by_ends = self._ends(sides), self._by_ends(sides)
         lost = 0.0
         if recipe.n3:
-            lost += self._regularize(ends, by_ends, batch.relation, torch.mul(weight, recipe.n3, out=factor))
-        if recipe.relation_prediction:
-            torch.mul(weight, recipe.relation_prediction, out=factor)
-            # Static relations transform tails, reciprocal ones the given end.
-            for operator, end in ((self._forwards, 0 if recipe.reciprocal else 1), (self._backwards, 1)):
-                if operator is not None:
-                    of_ends = (ends[end], ends[1 - end]), (by_ends[end], by_ends[1 - end])
-                    lost += predict_relations(operator, *of_ends, batch.relation, factor)
+            lost += self._n3(ends, by_ends, batch.relation, torch.mul(weight, recipe.n3, out=factor))
+        # Static relations transform tails, reciprocal ones the given end.
+        for operator, end in ((self._forwards, 0 if recipe.reciprocal else 1), (self._backwards, 1)):
+            if operator is None:
+                continue
+            of_ends = (ends[end], ends[1 - end]), (by_ends[end], by_ends[1 - end])
+            if recipe.dura:
+                lost += operator.dura(*of_ends, batch.relation, torch.mul(weight, recipe.dura, out=factor))
+            if recipe.relation_prediction:
+                torch.mul(weight, recipe.relation_prediction, out=factor)
+                lost += predict_relations(operator, *of_ends, batch.relation, factor)
         return lost
 
     def _ends(self, sides: tuple[BatchSide, BatchSide]) -> tuple[Tensor, Tensor]:
@@ -267,13 +270,13 @@ class TrainingStep:
             side.by_edge = wide.zero_() if side.by_edge is None else wide.copy_(side.by_edge)
         return by_heads, by_tails
 
-    def _regularize(
+    def _n3(
         self, ends: tuple[Tensor, Tensor], by_ends: tuple[Tensor, Tensor], relation: Tensor, weight: Tensor
     ) -> float:
         """Return the weighted N3 norm of edges, and add its gradients to those by their ends."""
         operators = [operator for operator in (self._forwards, self._backwards) if operator is not None]
         return sum(
-            operator.regularize(ends, by_ends, relation, weight, with_rows=number == 0)
+            operator.n3(ends, by_ends, relation, weight, with_rows=number == 0)
             for number, operator in enumerate(operators or [self._identity])
         )
 

@@ -214,6 +214,26 @@ def test_edge_weights_and_the_regulariser() -> None:
 
 
 @pytest.mark.parametrize("reciprocal", [True, False])
+@pytest.mark.parametrize("operator", ["diagonal", "linear", "complex_diagonal"])
+def test_dura_is_the_norms_of_ends_and_of_both_transformed(operator: str, reciprocal: bool) -> None:
+    """Each operator as a matrix, of which one end gets the product and the other that of the transposed one."""
+    b, settings = batch(), {"operator": operator, "reciprocal": reciprocal, "num_uniform_negs": 0}
+    model = module(dura=0.5, **settings)
+    scores, ends = model.groups[0].scores, model.entities[0].weight[b.orig_id[b.edge_label_index]]
+    directions = {scores.forwards: ends if reciprocal else ends.flip(0)}
+    if scores.backwards is not None:
+        directions[scores.backwards] = ends.flip(0)
+    norms = torch.zeros(B, dtype=ends.dtype)
+    for edge, relation in enumerate(b.edge_label_type):
+        for transform, (given, other) in directions.items():
+            # The images of the unit vectors are the columns of its matrix.
+            matrix = transform(torch.eye(given.size(1), dtype=ends.dtype).unsqueeze(0), relation.view(1))[0].T
+            x, y = given[edge], other[edge]
+            norms[edge] += sum(row @ row for row in (x, y, matrix @ x, matrix.T @ y))
+    torch.testing.assert_close(losses(model, b)[0], losses(module(**settings), b)[0] + 0.5 * norms)
+
+
+@pytest.mark.parametrize("reciprocal", [True, False])
 @pytest.mark.parametrize("operator", ["translation", "diagonal", "complex_diagonal"])
 def test_relation_prediction_classifies_the_relation(operator: str, reciprocal: bool) -> None:
     """The scores of an edge's ends with each relation, one after the other."""
@@ -250,6 +270,7 @@ def test_a_batch_without_edges_has_loss_and_gradients_zero() -> None:
         *({"operator": "diagonal", "comparator": c, "loss": "logistic"} for c in COMPARATORS),
         {"bias": True, "n3": 0.1, "relation_weight": [0.5, 2.0, 1.0]},
         {"relation_prediction": 0.5, "bias": True},
+        {"dura": 0.5, "operator": "linear"},
         {"all_negs": True},
         {"num_batch_negs": 0},
         {"num_uniform_negs": 0, "global_emb": True},
@@ -425,6 +446,8 @@ def test_predictions_are_the_seeds_embeddings() -> None:
         ({"relation_prediction": 1.0, "comparator": "cos"}, "relation_prediction was set with model.comparator=cos"),
         ({"num_candidates": 0}, "model.num_candidates=0"),
         ({"relation_prediction": -1.0}, r"model.relation_prediction=-1\.0"),
+        ({"dura": 0.1, "operator": "rotation"}, r"operator that multiplies\.\s.*diagonal, linear, complex_diagonal"),
+        ({"dura": 0.1, "comparator": "cos"}, "model.dura was set with model.comparator=cos"),
         ({"relation_init_scale": -0.1}, r"model.relation_init_scale=-0\.1"),
         ({"dimension": 0}, "model.dimension=0"),
     ],

@@ -51,6 +51,7 @@ def steps(size: int | None, seed: int | None) -> list[tuple[int, Tensor]]:
     [
         {},
         {"n3": 0.1, "relation_prediction": 0.5},
+        {"dura": 0.3, "bias": True},
         {"bias": True, "comparator": "cos"},
         {"operator": "affine", "comparator": "squared_l2"},
         {"operator": "rotation", "n3": 0.1},

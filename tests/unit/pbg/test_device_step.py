@@ -12,6 +12,7 @@ from helpers import some_slow
 from torch import Tensor
 from unit.pbg.test_step import (
     COMPARATORS,
+    DURA,
     LOSSES,
     NODES,
     OPERATORS,
@@ -154,6 +155,13 @@ def test_every_variant(variant: str, operator: str, comparator: str) -> None:
 def test_an_edges_own_ends_are_negatives(loss: str, apart: bool) -> None:
     more: dict[str, Any] = {"bias": True, "n3": 0.05, "weighted": True, "num_batch_negs": 0} if apart else {}
     compare(2, 1e-10, plain=True, loss=loss, operator="complex_diagonal", self_negs=True, **more)
+
+
+@pytest.mark.parametrize("operator", ["diagonal", "linear", "complex_diagonal"])
+@pytest.mark.parametrize("reciprocal", [True, False], ids=["reciprocal", "static"])
+def test_dura_trains_as_autograd_does(reciprocal: bool, operator: str) -> None:
+    for more in DURA.values():
+        compare(2, 1e-10, plain=True, operator=operator, reciprocal=reciprocal, dura=0.3, **more)
 
 
 @pytest.mark.parametrize("operator", ["translation", "diagonal", "complex_diagonal"])

@@ -218,6 +218,20 @@ def test_an_edges_own_ends_are_negatives(loss: str, operator: str, apart: bool) 
     compare(2, 1e-10, plain=True, loss=loss, operator=operator, self_negs=True, **more)
 
 
+DURA: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "with all": {"n3": 0.05, "all_negs": True, "bias": True, "weighted": True, "relation_weight": [0.5, 2.0, 1.0]},
+    "with uniform": {"num_batch_negs": 0, "global_emb": True, "max_norm": 0.9, "head_negs": False},
+}
+
+
+@pytest.mark.parametrize("operator", ["diagonal", "linear", "complex_diagonal"])
+@pytest.mark.parametrize("reciprocal", [True, False], ids=["reciprocal", "static"])
+@pytest.mark.parametrize("variant", DURA)
+def test_dura_trains_as_autograd_does(variant: str, reciprocal: bool, operator: str) -> None:
+    compare(2, 1e-10, plain=True, operator=operator, reciprocal=reciprocal, dura=0.3, **DURA[variant])
+
+
 RELATION_PREDICTION: dict[str, dict[str, Any]] = {
     "alone": {},
     "with all": {"n3": 0.05, "all_negs": True, "bias": True, "weighted": True, "relation_weight": [0.5, 2.0, 1.0]},
