@@ -10,6 +10,7 @@ import json
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,10 @@ BAGS = {"features": "bags"}
 TRIPLES_OUTLINE = {**OUTLINE, "num_features": None, "num_classes": None, "num_relations": 2}
 EVENTS_OUTLINE = {**TRIPLES_OUTLINE, "num_relations": None}
 _SCALARS = (bool, int, float, str)
+_STAMPED: ContextVar[set[Path] | None] = ContextVar("stamped", default=None)
+"""Collects the files that :func:`file_stamp` is called with; None: they are not collected."""
+CHECKED_WHOLE, CHECKED_BLOCK = 1 << 22, 1 << 16
+"""Bytes: of larger files than the first, a checksum covers blocks of the second size, as many as fit in the first."""
 
 
 if TYPE_CHECKING:
@@ -359,7 +364,8 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
         """Prepare other data than a model was trained on as the model expects them.
 
         Classes, relations, and the columns of features with their transformation, are those of the training data. The
-        data of the training itself are prepared as they were for it.
+        data of the training itself, whose files have the same names, sizes and contents, are prepared as they were for
+        it.
 
         Args:
             training: of a checkpoint, see :func:`training_of`; None: unknown, and nothing changes.
@@ -370,15 +376,29 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
             return
         try:
             identity = json.loads(json.dumps(self.identity(), default=str))
+            # "public" has what the public split depends on, not the data.
+            mine, theirs = ({**graph, "public": None} for graph in (identity, training["graph"]))
+            is_same = self.name == training["name"] and same_source(mine, theirs)
+            if is_same and mine != theirs and "checksums" in training:
+                # Other times: a copy, or other data of the same size. Files that are missing here are not compared.
+                is_same = set(self._checksums()) <= set(training["checksums"])
         except (OSError, GtrainError):  # files are missing: an error that check_inputs reports, or another machine's
             return
-        # "public" has what the public split depends on, which is no other data.
-        mine, theirs = ({**graph, "public": None} for graph in (identity, training["graph"]))
-        if self.name == training["name"] and same_source(mine, theirs):
+        if is_same:
             # They may have followed an earlier training.
             self.trained, self.applied = training.get("trained"), False
         else:
             self.trained, self.applied = training["facts"], applied
+
+    def _checksums(self) -> list[str]:
+        """Return name and :func:`checksum` of each file that :meth:`identity` stamps, sorted."""
+        files: set[Path] = set()
+        token = _STAMPED.set(files)
+        try:
+            self.identity()
+        finally:
+            _STAMPED.reset(token)
+        return sorted(f"{file.name} {checksum(file)}" for file in files)
 
     def check_files(self) -> None:
         """Refuse missing or malformed files before the graph is read; sources override this.
@@ -685,7 +705,7 @@ class GraphDataModule(pl.LightningDataModule, Generic[S]):
             assignment,
             num_parts,
             groups=groups,
-            source=self._source(method),
+            source={**self._source(method), "checksums": self._checksums()},
             facts=facts,
             partitioner=method,
             seed=self.seed,
@@ -713,7 +733,8 @@ def training_of(store: Store) -> dict[str, Any]:
     source, facts = store.manifest.source, store.facts
     known = {name: facts[name] for name in TRAINING_FACTS if name in facts}
     followed = {"trained": source["trained"]} if "trained" in source else {}
-    return {"name": source.get("name"), "graph": source.get("graph"), "facts": known, **followed}
+    checksums = {"checksums": source["checksums"]} if "checksums" in source else {}  # not of earlier releases
+    return {"name": source.get("name"), "graph": source.get("graph"), "facts": known, **followed, **checksums}
 
 
 def known_name(family: str, name: str, options: Iterable[str]) -> str:
@@ -769,4 +790,23 @@ def file_stamp(path: Path) -> list[Any]:
     The stamp omits the folder, so that different spellings of a path give the same stamp and the same store.
     """
     status = path.stat() if path.is_file() else None
+    if status is not None and (files := _STAMPED.get()) is not None:
+        files.add(path)
     return [path.name, status and status.st_size, status and status.st_mtime_ns]
+
+
+def checksum(path: Path) -> str:
+    """Return a checksum of a file's contents; of a large file, of blocks at equal distances.
+
+    The time of compression in the header of ``.gz`` is left out.
+    """
+    size, digest = path.stat().st_size, hashlib.sha256()
+    count = CHECKED_WHOLE // CHECKED_BLOCK
+    blocks = -(-size // CHECKED_BLOCK)
+    with open(path, "rb") as file:
+        for number in range(min(blocks, count)):
+            # The first and the last block are among them.
+            file.seek(number * CHECKED_BLOCK if blocks <= count else number * (size - CHECKED_BLOCK) // (count - 1))
+            block = file.read(CHECKED_BLOCK)
+            digest.update(block[8:] if number == 0 and path.suffix == ".gz" else block)
+    return digest.hexdigest()[:16]

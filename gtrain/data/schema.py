@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,11 +62,7 @@ class DataSchema:
                 f"{', '.join(self._entities)}.",
                 hint=f"add {unknown[0]}: {{}} to data.entities.",
             )
-        if "relation" in (*self._entities, *named):
-            raise ConfigError(
-                "the entity type name 'relation' is reserved: the store saves the names of relations under it.",
-                hint="rename the type.",
-            )
+        check_type_names((*self._entities, *named))
         self.types: tuple[str, ...] = tuple(self._entities or named) or (SINGLE_TYPE,)
 
     @property
@@ -164,6 +160,19 @@ class DataSchema:
             "relation_ends": [list(pair) for pair in ends],
             "unpartitioned": self.unpartitioned,
         }
+
+
+def check_type_names(names: Iterable[str]) -> None:
+    """Refuse the name of a node type that the store cannot save.
+
+    Raises:
+        ConfigError: a type is called ``relation``.
+    """
+    if "relation" in names:
+        raise ConfigError(
+            "the entity type name 'relation' is reserved: the store saves the names of relations under it.",
+            hint="rename the type.",
+        )
 
 
 def type_numbers(types: Sequence[str], ends: RelationEnds) -> NDArray[np.int64]:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch_geometric.nn import Linear
 from torch_geometric.nn.conv import GATConv, GINConv, GraphConv, MessagePassing, SAGEConv
 
 from gtrain.engine.attention.fused import AttentionBackward, AttentionSettings, attention_blocks, row_dots
@@ -26,6 +27,7 @@ from gtrain.engine.few_edges import DTYPES, FEW, FewEdges
 from gtrain.engine.gin import first_linear, gin_layer
 from gtrain.engine.halo import incremental
 from gtrain.engine.linear import LinearCall, PackedSums, aggregate
+from gtrain.engine.patching import ReplacedMethod
 from gtrain.engine.precision import add_product, column_sums, product_dtype, rows_at_once, sum_dtype, without_autocast
 from gtrain.engine.propagate_call import reduction
 from gtrain.engine.schedule import Schedule
@@ -58,19 +60,24 @@ class SavedOnce:
         self._tensor: Tensor | None = tensor.detach()
         self._saved_at = None if tensor.is_inference() else tensor._version
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether the tensor was changed in place."""
+        return self._tensor is not None and self._saved_at is not None and self._tensor._version != self._saved_at
+
     def take(self) -> Tensor:
         """Return the tensor and drop the reference to it.
 
         Raises:
             RuntimeError: it was changed in place, or taken before.
         """
-        tensor, self._tensor = self._tensor, None
+        changed, tensor, self._tensor = self.is_changed, self._tensor, None
         if tensor is None:
             raise RuntimeError(
                 "the backward pass has freed a layer's result, so it cannot run twice; the strategy's setting "
                 "layers=plain keeps it."
             )
-        if self._saved_at is not None and tensor._version != self._saved_at:
+        if changed:
             raise RuntimeError("a layer's result, needed for its gradient, was modified by an inplace operation.")
         return tensor
 
@@ -317,26 +324,8 @@ class _Layer(torch.autograd.Function):
         att_target: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        heads, channels = att_source.shape[-2:]
-        rows, exact = x.new_empty((len(x), heads, channels), dtype=dtype), sum_dtype(dtype)
-        source, target = (x.new_empty((len(x), heads), dtype=exact) for _ in range(2))
-        vectors, transposed = _vectors(att_source, att_target, exact), weight.to(dtype).t()
-
-        def transform(low: int, high: int) -> None:
-            # Rows that are converted are still in the cache when they are read again.
-            step = high - low if dtype == exact == x.dtype else rows_at_once(x)
-            for first in range(low, high, max(step, 1)):
-                piece = slice(first, min(first + step, high))
-                part = rows[piece].flatten(1)
-                torch.mm(x.detach()[piece].to(dtype), transposed, out=part)
-                source[piece], target[piece] = (part.to(exact) @ vectors).split(heads, 1)
-
-        produce, trains = incremental(transform), any(ctx.needs_input_grad[2:6])
-        targets = target[: settings.blocks.num_targets]
-        out, lse, *rest = attention_blocks(settings, rows, source, targets, trains=trains, produce=produce)
-        out = out.view(-1, heads * channels)
-        if bias is not None:
-            out.add_(bias)
+        tensors = x, weight, att_source, att_target, bias
+        out, rows, source, targets, lse, *rest = _attend(settings, dtype, tensors, any(ctx.needs_input_grad[2:6]))
         ctx.settings, ctx.dtype = settings, dtype
         ctx.kept = [] if settings.schedule.mode == 1 else [rows]
         ctx.out = SavedOnce(out)
@@ -352,6 +341,10 @@ class _Layer(torch.autograd.Function):
         gradient = gradient.contiguous()
         grad = gradient.view(-1, heads, channels)
         dtype = ctx.dtype
+        if ctx.out.is_changed:  # by an activation in place
+            ctx.out = SavedOnce(
+                _attend(ctx.settings, dtype, (x, weight, att_source, att_target, bias), trains=False)[0]
+            )
         kept = ctx.kept.pop() if ctx.kept else lambda: (x.to(dtype) @ weight.to(dtype).t()).view(-1, heads, channels)
         dots = _Dots(grad, ctx.out.take().view_as(grad), bias)
         vectors = _vectors(att_source, att_target, sum_dtype(dtype))
@@ -363,6 +356,35 @@ class _Layer(torch.autograd.Function):
         dsource, dtarget = (_diagonal(part, att_source).to(att_source.dtype) for part in dvectors.split(heads, 1))
         dbias = None if bias is None else column_sums(gradient, bias.dtype)
         return None, None, dense.dx, dweight.to(weight.dtype), dsource, dtarget, dbias
+
+
+def _attend(settings: AttentionSettings, dtype: torch.dtype, tensors: Tensors, trains: bool) -> tuple[Tensor, ...]:
+    """Return a layer's result [T, H * C], transformed rows [n, H, C], and logits of sources [n, H] and targets [T, H].
+
+    What :func:`attention_blocks` returns after the result follows.
+    """
+    x, weight, att_source, att_target, bias = tensors
+    heads, channels = att_source.shape[-2:]
+    rows, exact = x.new_empty((len(x), heads, channels), dtype=dtype), sum_dtype(dtype)
+    source, target = (x.new_empty((len(x), heads), dtype=exact) for _ in range(2))
+    vectors, transposed = _vectors(att_source, att_target, exact), weight.to(dtype).t()
+
+    def transform(low: int, high: int) -> None:
+        # Rows that are converted are still in the cache when they are read again.
+        step = high - low if dtype == exact == x.dtype else rows_at_once(x)
+        for first in range(low, high, max(step, 1)):
+            piece = slice(first, min(first + step, high))
+            part = rows[piece].flatten(1)
+            torch.mm(x.detach()[piece].to(dtype), transposed, out=part)
+            source[piece], target[piece] = (part.to(exact) @ vectors).split(heads, 1)
+
+    targets, produce = target[: settings.blocks.num_targets], incremental(transform)
+    out, *rest = attention_blocks(settings, rows, source, targets, trains=trains, produce=produce)
+    # Not a view, which a custom function may not return to an activation in place.
+    out = torch.ops.aten._unsafe_view(out, (len(out), heads * channels))
+    if bias is not None:
+        out.add_(bias)
+    return out, rows, source, targets, *rest
 
 
 class _Dots:
@@ -646,6 +668,12 @@ def plain_linear(conv: nn.Module, name: str, *, may_be_tagged: bool = False) -> 
     layer = getattr(conv, name, None)
     weight = getattr(layer, "weight", None)
     if not isinstance(layer, nn.Module) or not isinstance(weight, Tensor) or weight.dim() != 2:
+        return None
+    # Not a subclass, nor an instance, that computes otherwise; what a run has put in its place is known.
+    replaced = layer.__dict__.get("forward")
+    if type(layer).forward not in (nn.Linear.forward, Linear.forward):
+        return None
+    if replaced is not None and not isinstance(replaced, ReplacedMethod):
         return None
     lazy = isinstance(weight, nn.parameter.UninitializedParameter)
     observed = any(not (may_be_tagged and isinstance(hook, TypeTag)) for hook in layer._forward_hooks.values())

@@ -306,14 +306,19 @@ def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
+def set_random_state(state: tuple[Tensor, Tensor | None]) -> None:
+    """Return the generators to the states of :func:`random_state`."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])
+
+
 @contextmanager
 def replayed_random(state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
     """Replay the random numbers drawn since :func:`random_state`; afterwards the generators continue as before."""
     devices = [] if state[1] is None else [torch.cuda.current_device()]
     with torch.random.fork_rng(devices=devices):
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1])
+        set_random_state(state)
         yield
 
 

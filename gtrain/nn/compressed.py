@@ -348,7 +348,7 @@ def _to_sparse_csr(x: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_compressed(x) or args or kwargs:
         return NotImplemented
     ids, values, offsets = x.rows
-    values = torch.ones(len(ids), dtype=x.dtype) if values is None else values
+    values = torch.ones(len(ids), dtype=x.dtype, device=ids.device) if values is None else values
     # torch warns once per process that the layout is in beta.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
@@ -378,7 +378,9 @@ def concatenate(pieces: Sequence[CompressedMatrix]) -> CompressedMatrix:
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     values = None
     if any(piece.values is not None for piece in rows):
-        ones = [torch.ones(len(p.ids), dtype=dtype) if p.values is None else p.values for p in rows]
+        ones = [
+            torch.ones(len(p.ids), dtype=dtype, device=p.ids.device) if p.values is None else p.values for p in rows
+        ]
         values = torch.cat(ones)
     return CompressedMatrix(Csr(torch.cat([piece.ids for piece in rows]), values, offsets), columns, dtype)
 

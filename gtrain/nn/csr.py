@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from gtrain.errors import DataError
 
@@ -210,14 +210,15 @@ def _by_column(rows: Csr, columns: int, dtype: torch.dtype) -> Csr:
     """Return the transpose of rows with ids below ``columns``, from the cache for the same tensors, unchanged."""
     from gtrain.nn.csr_kernels import by_column
 
-    tensors = [tensor for tensor in rows if tensor is not None]
-    key = columns, dtype, *((tensor.data_ptr(), tensor._version) for tensor in tensors)
+    key = columns, dtype, *(None if tensor is None else tensor._version for tensor in rows)
+    # Of memory that was freed, another tensor can have the address: these are compared themselves.
+    tensors = [None if tensor is None else WeakIdRef(tensor) for tensor in (rows.values, rows.offsets)]
     cached = _columns_of.get(rows.ids)
-    if cached is None or cached[0] != key:
+    if cached is None or cached[0] != key or cached[1] != tensors:
         pointers, sources, positions = by_column(rows.ids.int(), rows.row_of_entry().int(), columns)
         values = None if rows.values is None else rows.values.to(dtype)[positions]
-        cached = _columns_of[rows.ids] = key, Csr(sources, values, pointers.int())
-    transpose: Csr = cached[1]
+        cached = _columns_of[rows.ids] = key, tensors, Csr(sources, values, pointers.int())
+    transpose: Csr = cached[2]
     return transpose
 
 

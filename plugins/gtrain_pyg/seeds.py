@@ -320,8 +320,8 @@ class LinkSeeds(SeedSource):
         self.edges, self.edge_type, self.negatives = edges, edge_type, negatives
         self.count, self.total, self.owner = len(edges), total, owner
         self._order, self._last, self._disjoint = order, last, disjoint or last is not None
-        # by step number: its edges by global ids, and the index of each source and each target among the roots
-        self._pending: dict[int, tuple[ScoredEdges, Tensor, Tensor]] = {}
+        # by epoch and step: its edges by global ids, and the index of each source and each target among the roots
+        self._pending: dict[tuple[int, int], tuple[ScoredEdges, Tensor, Tensor]] = {}
 
     def roots(self, step: Step) -> Roots:
         edges = self.scored(step)
@@ -333,11 +333,11 @@ class LinkSeeds(SeedSource):
         else:
             (source_ids, heads), (target_ids, tails) = self._unique(at_source), self._unique(at_target)
             nodes = {source: source_ids, target: target_ids}
-        self._pending[step.number] = edges, heads, tails
+        self._pending[step.epoch, step.number] = edges, heads, tails
         return Roots(nodes, None if self._last is None else self._times(edges, self._last))
 
     def fields(self, step: Step, subgraph: Subgraph) -> SeedFields:
-        edges, heads, tails = self._pending.pop(step.number)
+        edges, heads, tails = self._pending.pop((step.epoch, step.number))
         source, _, target = self.edge_type
         sources, targets = (torch.from_numpy(np.asarray(subgraph.seeds[node_type])) for node_type in (source, target))
         local = edges.renumbered(sources[heads], targets[tails])

@@ -539,6 +539,8 @@ class _Rematerialised(torch.autograd.Function):
             whole = halo_rows([(exchange, x) for (exchange, _), x in zip(run.rows, inputs, strict=False)])
             flat = run.compute_flat(whole, inputs[count : count + len(run.others)])
         pairs = [(t, g) for t, g in zip(flat, gradients, strict=True) if isinstance(t, Tensor) and t.requires_grad]
+        if not pairs:
+            return (None,) * len(ctx.needs_input_grad)
         positions = [i for i, need in enumerate(needed) if need]
         outs, out_gradients = zip(*pairs, strict=True)
         results = torch.autograd.grad(outs, [inputs[i] for i in positions], out_gradients, allow_unused=True)

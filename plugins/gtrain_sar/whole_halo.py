@@ -44,13 +44,15 @@ class WholeHalo:
         self, conv: MessagePassing, edge_index: Tensor, edges: EdgeBlockCache, kwargs: dict[str, Any]
     ) -> Tensor:
         """Return the result of ``conv.propagate``, [num_targets, ...]."""
-        return _at_once(conv, _general_propagate(conv), conv._user_args, edge_index, edges, kwargs)
+        halo = _halo_of(edges, _source_tensors(conv._user_args, kwargs))
+        return _propagate(conv, edge_index, edges, _with_halo(conv._user_args, kwargs, halo))
 
     def edge_updater(
         self, conv: MessagePassing, edge_index: Tensor, edges: EdgeBlockCache, kwargs: dict[str, Any]
     ) -> Any:
         """Return the result of ``conv.edge_updater``, [E, ...]."""
-        return _at_once(conv, type(conv).edge_updater, conv._edge_user_args, edge_index, edges, kwargs)
+        halo = _halo_of(edges, _source_tensors(conv._edge_user_args, kwargs))
+        return _update_edges(conv, edge_index, edges, _with_halo(conv._edge_user_args, kwargs, halo))
 
     def attend(
         self,
@@ -64,32 +66,8 @@ class WholeHalo:
         name, update = deferred
         methods = ((conv._edge_user_args, update.kwargs), (conv._user_args, kwargs))
         halo = _halo_of(edges, [tensor for pair in methods for tensor in _source_tensors(*pair)])
-        update_arguments = _with_halo(*methods[0], halo)
-        alpha = _run(conv, type(conv).edge_updater, update.edge_index, edges, update_arguments)
-        return _run(conv, _general_propagate(conv), edge_index, edges, {**_with_halo(*methods[1], halo), name: alpha})
-
-
-def _general_propagate(conv: MessagePassing) -> Any:
-    """Return PyG's ``propagate``; the one generated for a class supports no decomposition and no explanation."""
-    general = conv.decomposed_layers > 1 or conv.explain
-    return MessagePassing.propagate if general else type(conv).propagate
-
-
-def _at_once(
-    conv: MessagePassing, method: Any, names: Any, edge_index: Tensor, edges: EdgeBlockCache, kwargs: dict[str, Any]
-) -> Tensor:
-    """Fetch the whole halo of the tensors that a method reads at sources by one exchange, then run PyG's method.
-
-    Args:
-        conv: the convolution.
-        method: ``propagate`` or ``edge_updater`` of its class.
-        names: of the parameters of the per-edge methods, such as ``x_j``.
-        edge_index: of the call.
-        edges: blocks of edges between the same nodes.
-        kwargs: of the call.
-    """
-    halo = _halo_of(edges, _source_tensors(names, kwargs))
-    return _run(conv, method, edge_index, edges, _with_halo(names, kwargs, halo))
+        alpha = _update_edges(conv, update.edge_index, edges, _with_halo(*methods[0], halo))
+        return _propagate(conv, edge_index, edges, {**_with_halo(*methods[1], halo), name: alpha})
 
 
 def as_pair(value: Any) -> tuple[Any, Any]:
@@ -121,21 +99,32 @@ def _with_halo(names: Any, kwargs: dict[str, Any], halo: dict[int, Tensor]) -> d
     return arguments
 
 
+def _update_edges(conv: MessagePassing, edge_index: Tensor, edges: EdgeBlockCache, arguments: dict[str, Any]) -> Tensor:
+    """Run ``conv.edge_updater`` over local and halo rows; the result is in the order of the edges."""
+    return _run(conv, type(conv).edge_updater, edge_index, edges, arguments)
+
+
+def _propagate(conv: MessagePassing, edge_index: Tensor, edges: EdgeBlockCache, arguments: dict[str, Any]) -> Tensor:
+    """Run ``conv.propagate`` over local and halo rows."""
+    # PyG's ``propagate`` that is generated for a class supports no decomposition and no explanation.
+    general = conv.decomposed_layers > 1 or conv.explain
+    method = MessagePassing.propagate if general else type(conv).propagate
+    if _is_order_independent(conv):
+        return _run(conv, method, edge_index, edges, arguments)
+    edge_index, arguments = _in_global_order(conv, edge_index, edges, arguments)
+    with _padded_to_global_degree(conv, edges.exchange.group, edge_index):
+        return _run(conv, method, edge_index, edges, arguments)
+
+
 def _run(
     conv: MessagePassing, method: Any, edge_index: Tensor, edges: EdgeBlockCache, arguments: dict[str, Any]
 ) -> Tensor:
     """Run PyG's method over local and halo rows."""
     shard = edges.exchange.shard
-    ordered = not _is_order_independent(conv)
-    if ordered:
-        edge_index, arguments = _in_global_order(edge_index, edges, arguments)
     size = (shard.num_local + shard.num_halo, edges.num_targets)
     ids = partial(edge_ids, edge_index, edges.exchange.all_ids, edges.targets.all_ids)
     with resumed_at(current_position(), DropoutRows("edge", edge_index.size(1), ids)):
-        if not ordered:
-            return method(conv, edge_index, size=size, **arguments)
-        with _padded_to_global_degree(conv, edges.exchange.group, edge_index):
-            return method(conv, edge_index, size=size, **arguments)
+        return method(conv, edge_index, size=size, **arguments)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -167,12 +156,14 @@ def _is_order_independent(conv: MessagePassing) -> bool:
 
 
 def _in_global_order(
-    edge_index: Tensor, edges: EdgeBlockCache, arguments: dict[str, Any]
+    conv: MessagePassing, edge_index: Tensor, edges: EdgeBlockCache, arguments: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Any]]:
     """Sort edges and tensors of edges by target, then by the source's original id: the order of a single process."""
     order = torch.argsort(edges.exchange.all_ids[edge_index[0]], stable=True)
     order = order[torch.argsort(edge_index[1][order], stable=True)]
     for name, value in arguments.items():
-        if isinstance(value, Tensor) and value.dim() and value.size(0) == edge_index.size(1):
+        # A rank can have as many nodes as edges.
+        of_nodes = {f"{name}_i", f"{name}_j"} & set(conv._user_args)
+        if isinstance(value, Tensor) and value.dim() and value.size(0) == edge_index.size(1) and not of_nodes:
             arguments[name] = value[order]
     return edge_index[:, order], arguments

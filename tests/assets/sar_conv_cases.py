@@ -94,6 +94,22 @@ def edge_attention(conv: Any, g: View) -> Any:
     return out, alpha
 
 
+class Similarity(pyg.MessagePassing):
+    """Weighs messages by the similarity of their ends; the result of its LSTM depends on the order of edges."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr=pyg.LSTMAggregation(6, 6))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, similarity=self.edge_updater(edge_index, x=x))
+
+    def edge_update(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return torch.tanh((x_i * x_j).sum(1, keepdim=True))
+
+    def message(self, x_j: Tensor, similarity: Tensor) -> Tensor:
+        return similarity * x_j
+
+
 def mlp(d_in: int, d_out: int) -> nn.Module:
     return nn.Sequential(nn.Linear(d_in, 5), nn.ReLU(), nn.Linear(5, d_out))
 
@@ -411,6 +427,7 @@ def _convs_beyond() -> dict[str, Case]:
             lambda: pyg.SAGEConv(6, 4), lambda c, g: c(torch.stack([g.x, g.x.sin()]), g.index).transpose(0, 1)
         ),
         "sage set transformer": Case(lambda: pyg.SAGEConv(6, 4, aggr=pyg.SetTransformerAggregation(6)), plain),
+        "similarity lstm": Case(Similarity, plain),
         "sage gru": Case(lambda: pyg.SAGEConv(6, 6, aggr=pyg.GRUAggregation(6, 6)), plain),
         "sage quantile": Case(lambda: pyg.SAGEConv(6, 4, aggr=pyg.QuantileAggregation(0.4)), plain),
         "sage attentional": Case(lambda: pyg.SAGEConv(6, 4, aggr=pyg.AttentionalAggregation(nn.Linear(6, 1))), plain),

@@ -31,6 +31,11 @@ MAX_SPARSE_NODES, MAX_NODES_PER_EDGE = 1 << 24, 32
 hashes or database keys rather than numbers from 0."""
 
 
+def most_nodes(num_edges: int) -> int:
+    """Return the largest number of nodes that is plausible without ``data.num_nodes``."""
+    return max(MAX_SPARSE_NODES, MAX_NODES_PER_EDGE * num_edges)
+
+
 @dataclass(frozen=True)
 class NodeLimit:
     """The number of nodes, as far as it is known before the edges are read.
@@ -276,8 +281,7 @@ class _EdgeCollector:
             self._largest_location = lambda: rows.location(row)
 
     def _check_dense(self, num_nodes: int) -> None:
-        limit = max(MAX_SPARSE_NODES, MAX_NODES_PER_EDGE * self.num_edges)
-        if self._limit.num_nodes is None and num_nodes > limit:
+        if self._limit.num_nodes is None and num_nodes > most_nodes(self.num_edges):
             raise DataError(
                 f"{self._largest_location()}: the id {self._largest} means {num_nodes} nodes, and there are "
                 f"{self.num_edges} edges",

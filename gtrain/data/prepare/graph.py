@@ -23,6 +23,7 @@ from gtrain.graph.partition.adjacency import Adjacency
 from gtrain.graph.store.files import chunks
 from gtrain.graph.store.manifest import HELD_OUT, NODE_TYPE, edge_key
 from gtrain.graph.store.tables import EdgeArrays, Graph, csr_tensor
+from gtrain.kernels.splitmix import GOLDEN, key, mix
 from gtrain.nn.compressed import is_compressed
 from gtrain.nn.csr import Csr
 
@@ -78,10 +79,11 @@ def num_relations(arrays: EdgeArrays) -> int | None:
 
 
 def split_arrays(arrays: EdgeArrays, options: SplitOptions) -> dict[str, int]:
-    """Move a fraction of the edges into ``held_out``, in place. An edge and its reverse are split independently.
+    """Move a fraction of the edges into ``held_out``, in place. All edges between two nodes, in both directions, have
+    the same split unless their times differ with ``time``.
 
-    ``random`` draws the split of each edge independently, so that sizes match the fractions only on average; ``time``
-    splits at the quantiles of the times.
+    ``random`` draws the split of each pair of nodes independently, so that sizes match the fractions only on average;
+    ``time`` splits at the quantiles of the times.
 
     Returns:
         Number of edges of train, val and test.
@@ -107,9 +109,13 @@ def _sides(arrays: EdgeArrays, options: SplitOptions) -> NDArray[np.uint8]:
     """Return 0 (train), 1 (val) or 2 (test) for each edge."""
     limits = np.cumsum([options.train_fraction, options.val_fraction])
     if options.kind == "random":
-        rng, sides = np.random.default_rng(options.seed), np.empty(arrays.num_edges, dtype=np.uint8)
+        start, sides = np.uint64(key(options.seed)), np.empty(arrays.num_edges, dtype=np.uint8)
         for rows in chunks(0, arrays.num_edges):
-            sides[rows] = np.searchsorted(limits, rng.random(rows.stop - rows.start), side="right").clip(max=2)
+            ends = np.asarray(arrays.source[rows]), np.asarray(arrays.target[rows])
+            low, high = np.minimum(*ends).astype(np.uint64), np.maximum(*ends).astype(np.uint64)
+            # The top 53 bits of a hash of the pair, as a number in [0, 1).
+            drawn = (mix(mix(start + low * GOLDEN) + high * GOLDEN) >> np.uint64(11)) * 2.0**-53
+            sides[rows] = np.searchsorted(limits, drawn, side="right").clip(max=2)
         return sides
     if options.kind != "time" or "edge_time" not in arrays.edge_tensors:
         raise ConfigError(

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gtrain.data.readers.number_table import read_table
+from gtrain.data.readers.number_table import COMMENTS, read_table
 from gtrain.data.readers.unpickling import foreign_content
 from gtrain.errors import ConfigError, DataError
 
@@ -100,11 +100,12 @@ def find_files(key: str, names: FileNames, root: Path) -> list[Path]:
         if not names:
             raise DataError(f"{key} is an empty list", hint=f"set {key} to at least one file")
         return [path for name in names for path in find_files(key, name, root)]
-    for candidate in candidates(names, root):
+    patterns = candidates(names, Path(glob.escape(str(root))))
+    for candidate, pattern in zip(candidates(names, root), patterns, strict=True):
         if candidate.is_file():
             return [find_file(key, str(candidate), root)]
-        pattern = str(candidate / "*") if candidate.is_dir() else str(candidate)
-        matches = [Path(name) for name in sorted(glob.glob(pattern))]
+        pattern = Path(glob.escape(str(candidate))) / "*" if candidate.is_dir() else pattern
+        matches = [Path(name) for name in sorted(glob.glob(str(pattern)))]
         if files := [path for path in matches if path.is_file() and path.name[0] not in "._"]:
             for path in files:
                 check_encoding(path)
@@ -179,8 +180,13 @@ def _wide_encoding(head: bytes) -> str | None:
     return None
 
 
-def read_array(key: str, path: Path) -> Tensor:
+def read_array(key: str, path: Path, comments: str = COMMENTS) -> Tensor:
     """Read a tensor from ``.npy``, ``.pt`` (a plain tensor) or a text table of numbers.
+
+    Args:
+        key: the option that names the file, for messages.
+        path: the file.
+        comments: of text, see :func:`~gtrain.data.readers.number_table.read_table`.
 
     Returns:
         The array; a text table is float64 ``[rows, columns]``.
@@ -190,7 +196,7 @@ def read_array(key: str, path: Path) -> Tensor:
     """
     advice = "write it again, numbers only: numpy.save(file, array) for .npy, torch.save(tensor, file) for .pt"
     if path.suffix not in (".pt", ".npy"):
-        return torch.from_numpy(np.stack(read_table(path, integers=0, header=False).columns, axis=1))
+        return torch.from_numpy(np.stack(read_table(path, integers=0, header=False, comments=comments).columns, axis=1))
     if path.suffix == ".pt":
         array = load_tensors(path, advice)
     else:

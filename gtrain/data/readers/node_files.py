@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gtrain.data.readers.files import find_file, first_true, read_array
-from gtrain.data.readers.number_table import NumberTable, read_named_table, read_table
+from gtrain.data.readers.number_table import COMMENTS, NumberTable, read_named_table, read_table
 from gtrain.errors import DataError
 
 GENERATED = ("degree", "constant")
@@ -32,6 +32,7 @@ class NodeFiles:
         root: the folder of raw files.
         unlabelled: the label of nodes that the file of labels omits; None: it may omit none.
         numbers: whether labels are numbers to predict, which the file may omit; they are NaN then.
+        comments: each of these characters starts a comment line of text.
     """
 
     features: str | None
@@ -39,6 +40,7 @@ class NodeFiles:
     root: Path
     unlabelled: int | None
     numbers: bool = False
+    comments: str = COMMENTS
 
     @property
     def features_path(self) -> Path | None:
@@ -84,14 +86,27 @@ class NodeFiles:
         if path is None:
             return None
         if names is not None and path.suffix not in _ARRAYS:
-            return _named_features(path, names)
-        x = read_array("data.features", path)
+            return self._named_features(path, names)
+        x = read_array("data.features", path, self.comments)
         if x.dim() not in (1, 2):
             raise DataError(
                 f"data.features={path} has shape {list(x.shape)}; [N, F] is expected",
                 hint="save one row of numbers for each node: array.reshape(num_nodes, -1)",
             )
         return (x if x.dim() == 2 else x.unsqueeze(1)).float()
+
+    def _named_features(self, path: Path, names: pa.LargeStringArray) -> Tensor:
+        ids, values = read_named_table(path, names, self.comments)
+        if len(ids) < len(names):
+            missing = np.setdiff1d(np.arange(len(names)), ids)
+            raise DataError(
+                f"{path} has features for {len(ids)} nodes, and the graph has {len(names)}; "
+                f"{names[int(missing[0])].as_py()!r} has none",
+                hint="give each node a line: its name and its features",
+            )
+        x = torch.empty(len(names), values.shape[1])
+        x[torch.from_numpy(ids)] = torch.from_numpy(values).float()
+        return x
 
     def _labels(self, names: pa.LargeStringArray | None = None) -> Tensor | NumberTable | None:
         """Return one label per node, or the table of ids and labels."""
@@ -108,7 +123,8 @@ class NodeFiles:
             return labels.flatten().float() if self.numbers and labels.numel() == len(labels) else labels
         if names is not None:
             return self._named_labels(path, names)
-        table = read_table(path, integers=0 if self.numbers else None, header=True, widths=(1, 2))
+        integers = 0 if self.numbers else None
+        table = read_table(path, integers=integers, header=True, widths=(1, 2), comments=self.comments)
         return table if len(table.columns) == 2 else torch.from_numpy(self.converted(table.columns[0]))
 
     def _agreed_count(
@@ -135,7 +151,7 @@ class NodeFiles:
         return num_nodes
 
     def _named_labels(self, path: Path, names: pa.LargeStringArray) -> Tensor:
-        ids, values = read_named_table(path, names)
+        ids, values = read_named_table(path, names, self.comments)
         labels = values[:, 0]
         if values.shape[1] != 1:
             raise DataError(
@@ -186,10 +202,26 @@ class NumberedNodes:
     labels: Tensor | NumberTable | None
     num_nodes: int | None
 
-    @property
-    def largest_id(self) -> int:
-        """The largest id in a table of labels; -1 without a table."""
-        return int(self.labels.columns[0].max(initial=-1)) if isinstance(self.labels, NumberTable) else -1
+    def count(self, edge_nodes: int, limit: int) -> int:
+        """Return N: what the files say, else the largest id of the edges and of the table of labels, plus 1.
+
+        Args:
+            edge_nodes: the largest id of the edges, plus 1.
+            limit: the largest plausible N of a table of labels.
+
+        Raises:
+            DataError: an id exceeds the limit; names the line.
+        """
+        if self.num_nodes is not None or not isinstance(self.labels, NumberTable):
+            return self.num_nodes or edge_nodes
+        ids = self.labels.columns[0]
+        if (row := first_true(ids >= max(limit, edge_nodes))) is not None:
+            raise DataError(
+                f"{self.labels.path}, line {self.labels.line(row)}: a label for node {ids[row]:.20g}, and the edges "
+                f"name the nodes 0..{edge_nodes - 1}",
+                hint="correct the line, or set data.num_nodes if the id is right",
+            )
+        return max(edge_nodes, int(np.fmax.reduce(ids, initial=-1)) + 1)  # without NaN, which y refuses
 
     def y(self, num_nodes: int) -> Tensor | None:
         """Return one label for each of N nodes.
@@ -221,20 +253,6 @@ class NumberedNodes:
                 hint="delete one of the two lines",
             )
         return self.files.fill_unlabelled(table.path, ids, labels, num_nodes)
-
-
-def _named_features(path: Path, names: pa.LargeStringArray) -> Tensor:
-    ids, values = read_named_table(path, names)
-    if len(ids) < len(names):
-        missing = np.setdiff1d(np.arange(len(names)), ids)
-        raise DataError(
-            f"{path} has features for {len(ids)} nodes, and the graph has {len(names)}; "
-            f"{names[int(missing[0])].as_py()!r} has none",
-            hint="give each node a line: its name and its features",
-        )
-    x = torch.empty(len(names), values.shape[1])
-    x[torch.from_numpy(ids)] = torch.from_numpy(values).float()
-    return x
 
 
 def generate_features(features: str, targets: Iterable[NDArray[Any]], num_nodes: int) -> Tensor:

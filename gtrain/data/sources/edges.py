@@ -66,8 +66,9 @@ class EdgesData(GraphDataModule[EdgesConfig]):
             chosen.separator,
             chosen.comments,
         )
+        is_number = chosen.label_kind == "number"
         self._node_files = NodeFiles(
-            chosen.features, chosen.labels, self.root, self.unlabelled, chosen.label_kind == "number"
+            chosen.features, chosen.labels, self.root, self.unlabelled, is_number, chosen.comments
         )
 
     @property
@@ -133,7 +134,7 @@ class EdgesData(GraphDataModule[EdgesConfig]):
 
     def read(self) -> Data | EdgeArrays:
         """Read the files; data that is too large for memory stays on disk."""
-        from gtrain.data.ingest.edge_list import NodeLimit, id_type, read_edge_list
+        from gtrain.data.ingest.edge_list import NodeLimit, id_type, most_nodes, read_edge_list
 
         (paths, sets), options = self._files(), self.format
         if id_type(paths, options) == "string":
@@ -150,7 +151,7 @@ class EdgesData(GraphDataModule[EdgesConfig]):
             nodes = self._node_files.read(self.settings.num_nodes)
             limit = NodeLimit(nodes.num_nodes, self._counted_by(nodes.labels))
             edges = read_edge_list(paths, options, self.store, limit, sets, self.check_negative)
-            num_nodes = nodes.num_nodes or max(edges.num_nodes, nodes.largest_id + 1)
+            num_nodes = nodes.count(edges.num_nodes, most_nodes(edges.num_edges))
             x, y = nodes.x, nodes.y(num_nodes)
         names = {"node": edges.names, "relation": edges.relations}
         tensors = {"x": x, "y": y}

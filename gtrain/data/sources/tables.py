@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from gtrain.data.config import TablesConfig
+from gtrain.data.schema import check_type_names
 from gtrain.data.tables.description import EdgeDescription, NodeDescription, edge_descriptions, node_descriptions
 from gtrain.data.tables.frames import entries, of_networkx
 from gtrain.data.tables.graph import TableData
@@ -26,6 +27,7 @@ class TablesData(TableData[TablesConfig]):
         super().__init__(settings, **keywords)
         # Both refuse unknown entries.
         labels, edges = [nodes.labels for nodes in self.described_nodes.values()], self.described_edges
+        check_type_names([*self.described_nodes, *(end for table in edges for end in table.type[::2])])
         if self.split.kind == "auto":
             named = any(table.split is not None for table in (edges if self.task == "link" else labels))
             self.split = replace(self.split, kind="public" if named else "random")

@@ -122,7 +122,10 @@ def _compact(events: Events, column: Any) -> tuple[Ints, Any]:
     """
     try:
         ids = pc.cast(column, pa.int64()).to_numpy().copy()
-    except pa.ArrowInvalid:  # not all are integers
+        is_decimal = not any(pc.any(pc.match_substring(column, mark)).as_py() for mark in "xX")  # Arrow also casts 0x10
+    except pa.ArrowInvalid:
+        is_decimal = False
+    if not is_decimal:
         names = pc.unique(column)
         return pc.index_in(column, value_set=names).to_numpy().astype(np.int64), names
     if (position := first_true(ids < 0)) is not None:

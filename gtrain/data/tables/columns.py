@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gtrain.data.ingest.dictionary import first_true
 from gtrain.data.tables.description import ColumnChoice, Features
-from gtrain.data.tables.reading import Table, in_one_piece, is_date, is_list, is_text
+from gtrain.data.tables.reading import Table, in_one_piece, is_date, is_list, is_text, is_whole
 from gtrain.errors import DataError
 from gtrain.graph.store.tables import csr_tensor, is_worthwhile
 
@@ -144,7 +144,9 @@ def infer(table: Table, name: str, choice: ColumnChoice, max_values: int) -> Col
         known = numbers[~np.isnan(numbers)]
         if kind == "plain" or ((known == 0) | (known == 1)).all():
             return replace(schema, kind="plain", missing=missing)
-        return replace(schema, mean=float(known.mean()), deviation=float(known.std()) or 1.0, missing=missing)
+        # The deviation of equal numbers is 0 only up to rounding.
+        deviation = 1.0 if known.min() == known.max() else float(known.std()) or 1.0
+        return replace(schema, mean=float(known.mean()), deviation=deviation, missing=missing)
     if kind in ("category", "list"):
         items = _strings(column) if kind == "category" else _items(column, schema, table)[1]
         limit = choice.max_values if choice.max_values is not None else max_values
@@ -426,18 +428,27 @@ def whole_seconds(column: Any, name: str, table: Table, scale: float) -> Tensor:
     times = present(column, table)
     kind = _kind(times)
     schema = ColumnSchema(name, kind if kind in ("number", "date") else "date")
-    values = _numbers(times, schema, table) * scale
+    exact = _integers(times) if kind == "number" and scale == 1 else None
+    values = _numbers(times, schema, table) * scale if exact is None else exact
     if (row := first_true(np.isnan(values))) is not None:
         raise DataError(f"{table.row(row)}: the column {name!r} has no time", hint="give each row a time")
-    if (row := first_true(np.abs(values) >= 2**62)) is not None:
+    if (row := first_true((values >= 2**62) | (values <= -(2**62)))) is not None:
         raise _wrong(table, name, row, values[row], "is too large for a time", "set a smaller data.time_scale")
     return torch.from_numpy(np.round(values).astype(np.int64))
 
 
+def _integers(column: Any) -> Ints | None:
+    """Return whole numbers, which float64 would round above 2^53; None if one is not whole, missing or too large."""
+    try:
+        return None if column.null_count else np.asarray(column.cast(pa.int64()))
+    except pa.ArrowInvalid:
+        return None
+
+
 def _strings(column: Any) -> Any:
     """Return values as strings: whole numbers without a fraction."""
-    if pa.types.is_floating(column.type) and pc.all(pc.equal(column, pc.round(column))).as_py() is not False:
-        column = pc.if_else(pc.is_nan(column), pa.scalar(None, column.type), column).cast(pa.int64())
+    if pa.types.is_floating(column.type) and pc.all(is_whole(column)).as_py() is not False:
+        column = column.cast(pa.int64())
     return column.cast(pa.string())
 
 

@@ -340,8 +340,9 @@ class TableData(GraphDataModule[T]):
         return read.chosen(np.concatenate(kept)) if kept else read
 
     def _edge_splits(self, edges: EdgeDescription, table: Table) -> NDArray[Any] | None:
-        """Return the split of each row as :func:`~gtrain.data.tables.labels.read_split` does; None: there are none."""
-        return None if edges.split is None or self.task != "link" else read_split(table, edges.split)
+        """Return the split of each row as :func:`~gtrain.data.tables.labels.read_split` does; None: it is not used."""
+        used = self.task == "link" and self.split.kind == "public" and not self.applied
+        return read_split(table, edges.split) if used and edges.split is not None else None
 
     def _weights(self, table: Table, name: str) -> NDArray[np.float32]:
         column = present(table.column(name), table)
@@ -406,6 +407,8 @@ class TableData(GraphDataModule[T]):
         (described,) = self.described_edges
         if len(edges.source) * (1 + described.undirected) > IN_MEMORY_EDGES:
             if described.undirected:
+                message = "%s: more than %d edges, both directions counted: duplicates are not merged"
+                log.info(message, described.place.key, IN_MEMORY_EDGES)
                 _append_reversed(edges)
             held = _by_split(edges)
             columns = held.pop("train")
@@ -461,7 +464,8 @@ class TableData(GraphDataModule[T]):
             places["labels"] = described.labels.place
         content = {name: self._stamps(place) for name, place in places.items()}
         options = {name: _plain(value) for name, value in vars(described).items() if name not in ("place", "type")}
-        return {**content, **options}
+        reading = {name: changed for name, place in places.items() if (changed := _reading(place))}
+        return {**content, **options, **({"reading": reading} if reading else {})}
 
     def _stamps(self, place: Place) -> Any:
         if place.frame is not None:
@@ -535,6 +539,12 @@ def _by_split(edges: _Edges) -> dict[str, dict[str, NDArray[Any]]]:
         return {"train": columns}
     chosen = {split: np.flatnonzero(edges.splits == split) for split in HELD_OUT}
     return {split: {n: np.asarray(v)[rows] for n, v in columns.items()} for split, rows in chosen.items()}
+
+
+def _reading(place: Place) -> dict[str, Any]:
+    """Return how the text of a table is read: only what differs from the defaults, whose stores keep their names."""
+    options = ("separator", "header", "missing")
+    return {name: value for name in options if (value := getattr(place, name)) != getattr(Place, name)}
 
 
 def _plain(value: Any) -> Any:

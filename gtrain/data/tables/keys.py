@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gtrain.data.ingest.dictionary import Dictionary, Keys, first_true
 from gtrain.data.tables.description import Place
-from gtrain.data.tables.reading import Table, in_one_piece, is_list
+from gtrain.data.tables.reading import Table, in_one_piece, is_list, is_whole, open_quote
 from gtrain.errors import DataError
 from gtrain.graph.store.names import JOINT
 
@@ -202,7 +202,9 @@ def texts(batch: Any, columns: Sequence[str], table: Table, rows: Ints) -> Any:
         if pa.types.is_floating(column.type):  # pandas turns whole numbers into these if some are missing
             column = _whole(column, name, table, rows)
         strings = _as_text(column, name, table)
-        if len(columns) > 1 and (row := first_true(_has_joint(strings))) is not None:
+        if table.text and (row := first_true(_has(strings, "\n") | _has(strings, "\r"))) is not None:
+            raise open_quote(table.row(int(rows[row])), name, strings[row].as_py(), "a line end")
+        if len(columns) > 1 and (row := first_true(_has(strings, JOINT))) is not None:
             raise DataError(
                 f"{table.row(int(rows[row]))}: the key {name!r} is {strings[row].as_py()!r}, with the character that "
                 "joins keys of several columns",
@@ -234,16 +236,16 @@ def _as_text(column: Any, name: str, table: Table) -> Any:
         ) from error
 
 
-def _has_joint(strings: Any) -> NDArray[np.bool_]:
-    mask: NDArray[np.bool_] = pc.match_substring(strings, JOINT).to_numpy(zero_copy_only=False).astype(bool)
+def _has(strings: Any, part: str) -> NDArray[np.bool_]:
+    mask: NDArray[np.bool_] = pc.match_substring(strings, part).to_numpy(zero_copy_only=False).astype(bool)
     return mask
 
 
 def _whole(column: Any, name: str, table: Table, rows: Ints) -> Any:
-    values = column.to_numpy(zero_copy_only=False)
-    if (row := first_true(values != np.round(values))) is not None:
+    if (row := pc.index(is_whole(column), False).as_py()) >= 0:
         raise DataError(
-            f"{table.row(int(rows[row]))}: the key {name!r} is {values[row]}", hint="keys are whole numbers or strings"
+            f"{table.row(int(rows[row]))}: the key {name!r} is {column[row].as_py()}",
+            hint="keys are whole numbers of 64 bits, or strings",
         )
     return column.cast(pa.int64())
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from gtrain.data.ingest.dictionary import first_true
 from gtrain.data.prepare.split import MASKS
 from gtrain.data.tables.columns import as_truth_values, present
-from gtrain.data.tables.reading import Table, in_one_piece, is_text
+from gtrain.data.tables.reading import Table, in_one_piece, is_text, is_whole
 from gtrain.errors import DataError
 
 log = logging.getLogger("gtrain")
@@ -32,8 +32,8 @@ SPLITS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 """The splits by the words for them, in any case."""
-_CODE = "^[+-]?0[0-9]"
-"""Texts such as 01, which are codes and not numbers: 1 is another class."""
+_CODE = "^[+-]?0[0-9xX]"
+"""Texts such as 01 and 0x1, which are codes and not numbers: 1 is another class."""
 
 
 @dataclass(frozen=True)
@@ -234,11 +234,9 @@ def _values(column: Any, name: str, positions: Ints, table: Table) -> Any:
         return column.cast(pa.int64())
     if types.is_floating(dtype):
         column = pc.if_else(pc.is_nan(column), pa.scalar(None, dtype), column)
-        if pc.all(pc.equal(column, pc.round(column))).as_py() is False:
-            values = column.to_numpy(zero_copy_only=False)
-            item = first_true(~np.isnan(values) & (values != np.round(values))) or 0
+        if (item := pc.index(is_whole(column), False).as_py()) >= 0:
             raise DataError(
-                f"{table.row(int(positions[item]))}: the label is {values[item]}",
+                f"{table.row(int(positions[item]))}: the label is {column[item].as_py()}",
                 hint="classes are whole numbers or strings; set label_kind to number if it is to be predicted",
             )
         return column.cast(pa.int64())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.feather
 import pyarrow.ipc
@@ -94,7 +95,7 @@ class _Files(Table):
         self.types = dict(zip(schemas[0].names, schemas[0].types, strict=True))
         for path, schema in zip(paths[1:], schemas[1:], strict=True):
             self._compare(path, schema)
-        self.types = {name: t.value_type if pa.types.is_dictionary(t) else t for name, t in self.types.items()}
+        self.types = {name: _read_as(dtype) for name, dtype in self.types.items()}
 
     @abstractmethod
     def _schema(self, path: Path) -> Any:
@@ -197,6 +198,7 @@ class TextTable(_Files):
 
     def __init__(self, place: Place, paths: Sequence[Path]) -> None:
         self._separators: dict[Path, str] = {}
+        self._checked: set[Path] = set()
         super().__init__(place, paths)
 
     def _schema(self, path: Path) -> Any:
@@ -205,11 +207,24 @@ class TextTable(_Files):
         return self._open(path).schema
 
     def _read(self, path: Path, columns: Sequence[str]) -> Iterator[Any]:
+        # All columns once: a quote that is not closed, in any of them, hides rows.
+        is_checked = self._separators[path] != "\t" or path in self._checked
+        first = 0
         try:
-            for batch in self._open(path, columns):
+            for batch in self._open(path, columns if is_checked else None):
+                if not is_checked:
+                    self._check_quotes(path, first, batch)
+                    first += len(batch)
                 yield from _slices(batch)
         except pa.ArrowInvalid as error:
             raise self._malformed(path, error) from error
+        self._checked.add(path)
+
+    def _check_quotes(self, path: Path, first: int, batch: Any) -> None:
+        """Refuse a value with a tab in a tab-separated file; ``first`` is the number of the first row."""
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            if (row := pc.index(pc.match_substring(column, "\t"), True).as_py()) >= 0:
+                raise open_quote(self._row(path, first + row), name, column[row].as_py(), "a tab")
 
     def _row(self, path: Path, number: int) -> str:
         return f"{path}, line {self._line(path, number + (0 if self.place.header else 1))}"
@@ -301,8 +316,7 @@ class FrameTable(Table):
         super().__init__(place)
         self._frame = frame
         _check_distinct(f"{place.key}: {self.where}", frame.schema.names)
-        fields = zip(frame.schema.names, frame.schema.types, strict=True)
-        self.types = {name: t.value_type if pa.types.is_dictionary(t) else t for name, t in fields}
+        self.types = {field.name: _read_as(field.type) for field in frame.schema}
 
     def batches(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
         schema = pa.schema([(name, self.types[name]) for name in columns])
@@ -358,9 +372,33 @@ def in_one_piece(column: Any) -> Any:
     return whole.chunk(0) if isinstance(whole, pa.ChunkedArray) else whole
 
 
+def open_quote(where: str, name: str, value: str, mark: str) -> DataError:
+    """Return the error for a text with a tab or a line end, ``mark``, that a double quote has probably let in."""
+    return DataError(
+        f"{where}: the column {name!r} has a value with {mark} in it: {value[:40]!r}",
+        hint="is a double quote not closed? Write a double quote within a value twice, and the value in double quotes",
+    )
+
+
+def _read_as(dtype: Any) -> Any:
+    """Return the type as which a column is read: of categories that of the values, of views one with all functions."""
+    if pa.types.is_dictionary(dtype):
+        return _read_as(dtype.value_type)
+    if pa.types.is_string_view(dtype):
+        return pa.large_string()
+    if is_list(dtype) and pa.types.is_string_view(dtype.value_type):
+        return pa.large_list(pa.large_string())
+    return dtype
+
+
 def is_text(dtype: Any) -> bool:
     """Return whether a type of pyarrow is one of strings."""
-    return bool(pa.types.is_string(dtype) or pa.types.is_large_string(dtype) or pa.types.is_string_view(dtype))
+    return bool(pa.types.is_string(dtype) or pa.types.is_large_string(dtype))
+
+
+def is_whole(column: Any) -> Any:
+    """Return which floating-point numbers are whole numbers of 64 bits, null where one is missing."""
+    return pc.and_(pc.equal(column, pc.round(column)), pc.less(pc.abs(column), 2.0**63))
 
 
 def is_list(dtype: Any) -> bool:

@@ -30,6 +30,7 @@ from gtrain.engine.propagate_call import (
     probing,
     random_state,
     replayed_random,
+    set_random_state,
 )
 from gtrain.engine.schedule import Schedule
 
@@ -154,7 +155,7 @@ def _kept(call: PropagateCall, schedule: Schedule) -> Tensor:
         exact = joined.to(sum_dtype(joined.dtype))
         weights = pyg_softmax(exact, torch.cat(indices), num_nodes=call.blocks.num_targets).to(joined.dtype)
         # The first pass, for the logits, must not consume random numbers.
-        torch.set_rng_state(state[0])
+        set_random_state(state)
         for (r, tensors), piece in zip(data, weights.split([len(block) for block in logits]), strict=True):
             messages[r] = _messages(call, r, tensors, lambda logits, index, piece=piece: piece)  # type: ignore[misc]
     return mean_or_sum(call, messages)

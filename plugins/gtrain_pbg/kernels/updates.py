@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from gtrain.kernels.memory import prefetch_row
 from gtrain.kernels.options import FAST, STRICT, bare, inlined
+from gtrain.kernels.rows import any_nonzero
 from gtrain_pbg.kernels.numbers import add, add_scaled
 from gtrain_pbg.kernels.rows import edge_of
 
@@ -97,14 +98,6 @@ class Bags(NamedTuple):
     features: Any
 
 
-@bare
-def _any(values: Any) -> bool:
-    for value in values:  # noqa: SIM110 - numba has no any(); the first value is rarely zero
-        if value != 0:
-            return True
-    return False
-
-
 @bare(fastmath=FAST)
 def apply(rule: Any, row: Any, state: Any, gradient: Any) -> None:
     """Update one row by its gradient g, which is overwritten.
@@ -124,7 +117,7 @@ def apply(rule: Any, row: Any, state: Any, gradient: Any) -> None:
     """
     width = row.size
     # Otherwise weight decay would change rows that no edge of the batch reads.
-    if not _any(gradient):
+    if not any_nonzero(gradient):
         return
     # Converted to the row's dtype: a float64 constant would make the loop compute in float64.
     one = row.dtype.type

@@ -15,6 +15,7 @@ from numba import njit
 
 from gtrain.kernels.memory import prefetch_entry, prefetch_next_row
 from gtrain.kernels.options import BARE, FAST, bare, by_type, inlined
+from gtrain.kernels.rows import any_nonzero
 from gtrain_ps.kernels.progress import DONE, end_row, start_row
 from gtrain_ps.kernels.rules import change, factor, takes_factor
 from gtrain_ps.kernels.widths import Kernel, is_large
@@ -129,8 +130,8 @@ def _update_rows(
         alone = takes_factor(rule) and grouped.following[entry] < 0 and decay == 0
         # With weight decay the gradient depends on the row itself, so its length must be computed.
         norm = u * u * lengths[only] if alone else sum_row(width, entry, grouped, gradient, total)
-        # A zero gradient changes nothing, neither state nor weight decay, as in gtrain.nn.rules.
-        if norm == 0:
+        # A zero gradient changes nothing, neither state nor weight decay, as in gtrain.nn.rules; squares can underflow.
+        if norm == 0 and not (u != 0 and any_nonzero(gradient[only]) if alone else any_nonzero(total)):
             continue
         if progress.safe:
             start_row(width, index, row, table, state, progress)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gtrain.data import module
 from gtrain.data.module import GraphDataModule, training_of
 from gtrain.data.sources.libsvm import LibsvmData
 from gtrain.data.sources.parquet import ParquetData
+from gtrain.data.sources.tables import TablesData
 from gtrain.errors import DataError
 
 
@@ -63,3 +67,36 @@ def test_libsvm_rows(tmp_path: Path) -> None:
     graph = new.read()
     assert graph.x.shape == (2, 10) and graph.x.to_dense()[0, 3] == 1  # ids count from 0, as in the training
     assert graph.y.tolist() == [1, -1]
+
+
+def test_other_rows_of_equal_size_are_not_those_of_the_training(tmp_path: Path) -> None:
+    """A copy has another time; an export of another day may have the name and the size of the first."""
+    folders = {name: tmp_path / name for name in ("here", "copy", "other")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        first = 20 if name == "other" else 10
+        (folder / "rows.csv").write_text("id,x,y\n" + "".join(f"{i},{first + i},{i % 2}\n" for i in range(8)))
+        os.utime(folder / "rows.csv", ns=(1, 1 if name == "here" else 2))
+    sources = {
+        name: TablesData(nodes={"path": "rows.csv", "label": "y"}, root=str(folder), store=str(tmp_path / "stores"))
+        for name, folder in folders.items()
+    }
+    sources["here"].prepare_data()
+    training = training_of(sources["here"].open_store())
+    for source in sources.values():
+        source.follow(training)
+    assert sources["here"].trained is None and sources["copy"].trained is None
+    assert sources["other"].trained == training["facts"] and sources["other"].applied
+    earlier = {name: value for name, value in training.items() if name != "checksums"}
+    sources["other"].follow(earlier)
+    assert sources["other"].trained is None, "a checkpoint without checksums"
+
+
+def test_a_checksum_of_a_large_file_is_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHECKED_BLOCK", 4)
+    monkeypatch.setattr(module, "CHECKED_WHOLE", 12)
+    content, path = b"0123456789abcdefghijklmnop", tmp_path / "file"
+    read = b"".join(content[first : first + 4] for first in (0, 11, 22))
+    for written, expected in ((content, read), (content[:11], content[:11]), (b"", b"")):
+        path.write_bytes(written)
+        assert module.checksum(path) == hashlib.sha256(expected).hexdigest()[:16]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GCN, HeteroConv
+from torch_geometric.nn import GCN, HeteroConv, Sequential
 from torch_geometric.nn.conv import (
     GATConv,
     GATv2Conv,
@@ -427,6 +427,46 @@ def test_hooks_observe_what_pyg_computes(engine: LocalEngine) -> None:
     assert seen == [EDGES]
     assert_equal(result(conv, data["x"], data["edge_index"]), expected)
     assert seen == [EDGES]
+
+
+def test_an_activation_may_change_the_result_in_place(engine: LocalEngine) -> None:
+    """The backward pass of GAT reads the result, and computes it again."""
+    for make in (lambda: GATConv(IN, 4, heads=2), lambda: GATv2Conv(IN, 4), lambda: SAGEConv(IN, 4)):
+        conv, data = make().double(), graph()
+        network = Sequential("x, e", [(conv, "x, e -> x"), nn.ELU(inplace=True)])
+        expected = result(network, data["x"], data["edge_index"])
+        engine.install(network)
+        assert engine.runs(conv)
+        assert_equal(result(network, data["x"], data["edge_index"]), expected)
+        engine.uninstall()
+
+
+class Half(nn.Linear):
+    """Computes with half of its weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.nn.functional.linear(input, self.weight / 2, self.bias)
+
+
+@pytest.mark.parametrize("replaced", ["class", "instance"])
+def test_a_linear_layer_that_computes_otherwise_does_so(replaced: str, engine: LocalEngine) -> None:
+    data = graph()
+    for make, name in (
+        (lambda: SAGEConv(IN, 4), "lin_l"),
+        (lambda: GATConv(IN, 4), "lin"),
+        (lambda: SGConv(IN, 4), "lin"),
+    ):
+        conv = make().double()
+        plain = getattr(conv, name)
+        half = Half(IN, 4, bias=plain.bias is not None).double()
+        if replaced == "class":
+            setattr(conv, name, half)
+        else:
+            plain.forward = half.forward
+        expected = result(conv, data["x"], data["edge_index"])
+        engine.install(conv)
+        assert_equal(result(conv, data["x"], data["edge_index"]), expected)
+        engine.uninstall()
 
 
 def test_a_layer_that_ran_backward_says_how_to_run_it_again(engine: LocalEngine) -> None:

@@ -55,6 +55,22 @@ def test_a_sparse_gradient_has_the_rows_that_occur_and_no_others() -> None:
     assert layer.weight.grad._values().tolist() == [[2.0, 2.0], [1.0, 1.0]]
 
 
+def test_values_that_change_between_steps_are_those_of_the_gradient() -> None:
+    """Also where the memory of the ones before is used again."""
+    ids, offsets = torch.randint(50, (6000,)), torch.arange(0, 6001, 10)
+    layer = SparseLinear(50, 4)
+    for step in range(8):
+        torch.manual_seed(step)
+        values, gradient = torch.randn(6000), torch.randn(600, 4)
+        layer.weight.grad = None
+        (layer(Csr(ids, values, offsets)) * gradient).sum().backward()
+        entries = values[:, None] * gradient.repeat_interleave(10, dim=0)
+        torch.testing.assert_close(
+            layer.weight.grad, torch.zeros(50, 4).index_add(0, ids, entries), rtol=1e-4, atol=1e-4
+        )
+        del values, gradient, entries
+
+
 def test_the_product_passes_torchs_gradient_check() -> None:
     rows = as_csr(dense_rows(4, 6))
     table = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)

@@ -104,6 +104,24 @@ def test_updates_are_the_rules(name: str, dtype: torch.dtype, weighted: bool, sa
 
 
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.usefixtures("compiled_for")
+def test_a_gradient_whose_square_is_zero_is_a_gradient(name: str, single: bool) -> None:
+    """The squares of numbers below 1e-23 are 0 in single precision; LazyAdam counts the step all the same."""
+    table, rule, settings = torch.randn(HEIGHT, WIDTH), RULES[name], SETTINGS[name]
+    block = made(table, ServerMemory())
+    block.set_rule(name, settings)
+    state = rule.initial(table, settings)
+    rows = Csr(torch.tensor([3] if single else [3, 3], dtype=torch.int32), None, torch.tensor([0, 1 if single else 2]))
+    gradient = torch.full((1, WIDTH), 1e-24)
+    update(rule, table, state, *transposed(rows, gradient), settings)
+    block.update(block.group([taken(block, rows)]), gradient, settings, 1)
+    torch.testing.assert_close(block.table, table)
+    for key in rule.state:
+        torch.testing.assert_close(block.state[key], state[key])
+
+
+@pytest.mark.parametrize("name", RULES)
 def test_a_step_that_was_cut_off_is_applied_once(name: str) -> None:
     """The process is killed after some rows and in the middle of one; the next one repairs it and does the rest."""
     table, settings = torch.randn(HEIGHT, WIDTH, dtype=torch.float64), SETTINGS[name]

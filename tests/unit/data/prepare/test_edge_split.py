@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
@@ -12,9 +14,11 @@ from torch_geometric.utils import is_undirected, to_undirected
 
 from gtrain.data.batches.edge_seeds import KnownEdges
 from gtrain.data.module import GraphDataModule
+from gtrain.data.prepare.graph import split_arrays
 from gtrain.data.prepare.split import SplitOptions
 from gtrain.data.prepare.split_edges import split_edges
 from gtrain.errors import ConfigError
+from gtrain.graph.store.tables import EdgeArrays
 
 
 class Given(GraphDataModule):
@@ -215,3 +219,17 @@ def test_the_edge_type_to_predict_must_be_clear(tmp_path: Path) -> None:
         module = Given(graph, tmp_path, task="link", split="random", target=target)
         module.prepare_data()
         assert module.facts["target_edge"] == ["a", "to", "b"]
+
+
+def test_both_directions_of_a_list_on_disk_stay_together() -> None:
+    ends = np.random.default_rng(0).integers(0, 400, (2, 20_000)).astype(np.int32)
+    arrays = EdgeArrays(400, np.concatenate([ends[0], ends[1]]), np.concatenate([ends[1], ends[0]]), {}, {})
+    sizes = split_arrays(arrays, SplitOptions("random", train_fraction=0.7, val_fraction=0.1, seed=3))
+    assert sum(sizes.values()) == 40_000
+    assert [sizes[split] / 40_000 for split in ("train", "val", "test")] == pytest.approx([0.7, 0.1, 0.2], abs=0.01)
+    splits = [(arrays.source, arrays.target), *((held["source"], held["target"]) for held in arrays.held_out.values())]
+    pairs = [set(zip(np.minimum(*both).tolist(), np.maximum(*both).tolist(), strict=True)) for both in splits]
+    assert all(pairs) and not any(a & b for a, b in itertools.combinations(pairs, 2))
+    other = EdgeArrays(400, ends[0], ends[1], {}, {})
+    split_arrays(other, SplitOptions("random", train_fraction=0.7, val_fraction=0.1, seed=4))
+    assert set(zip(other.source.tolist(), other.target.tolist(), strict=True)) - pairs[0], "the seed matters"

@@ -199,3 +199,38 @@ def test_real_edge_lists(
     store = module.open_store()
     assert store.num_edges == edges and module.facts["num_classes"] is None
     assert store.manifest.partition.edge_cut == pytest.approx(edges / 2, rel=0.02)
+
+
+def test_names_that_start_with_a_comment_character(tmp_path: Path) -> None:
+    path, features = write(tmp_path, "e", "#a b\nb %c\n"), write(tmp_path, "x", "%c 3\n#a 1\nb 2\n")
+    labels = write(tmp_path, "y", "b 1\n#a 0\n%c 0\n")
+    graph = EdgesData(path=path, features=features, labels=labels, comments="").read()
+    assert graph.x.flatten().tolist() == [1, 2, 3] and graph.y.tolist() == [0, 1, 0]
+
+
+def test_comments_of_files_of_numbers(tmp_path: Path) -> None:
+    path, features = write(tmp_path, "e", "0 1\n"), write(tmp_path, "x", "! made\n1\n2\n")
+    labels = write(tmp_path, "y", "! made\n0 1\n1 0\n")
+    graph = EdgesData(path=path, features=features, labels=labels, comments="!").read()
+    assert graph.x.flatten().tolist() == [1, 2] and graph.y.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("kind", ["class", "number"])
+def test_a_label_of_a_huge_id_is_named(kind: str, tmp_path: Path) -> None:
+    path, labels = write(tmp_path, "e", "0 1\n"), write(tmp_path, "y", "0 1\n100000000000 0\n")
+    options = {"path": path, "labels": labels, "label_kind": kind, "unlabelled": -1}
+    with pytest.raises(DataError, match="y, line 2: a label for node 100000000000, and the edges name the nodes 0..1"):
+        EdgesData(**options).read()
+    write(tmp_path, "y", "0 1\n3 0\n")
+    assert EdgesData(**options).read().num_nodes == 4
+
+
+def test_folders_with_the_characters_of_patterns(tmp_path: Path) -> None:
+    folder = tmp_path / "set[1] *?"
+    folder.mkdir()
+    write(folder, "a.txt", "0 1\n")
+    write(folder, "b.txt", "1 2\n")
+    for options in ({"path": str(folder)}, {"path": folder.name, "root": str(tmp_path)}):
+        assert EdgesData(**options).read().num_edges == 2
+    for pattern in ("*.txt", "[b]*"):
+        assert EdgesData(path=pattern, root=str(folder)).read().num_edges == (2 if pattern == "*.txt" else 1)

@@ -132,3 +132,9 @@ def test_real_events(real_data: Real) -> None:
         wanted = np.loadtxt(real_data(f"temporal/{name}.txt"), dtype=np.int64)
         assert np.array_equal(data.edge_index.numpy() + 1, wanted[:, :2].T)
         assert np.array_equal(data.edge_time, wanted[:, 2]) and last in (None, int(data.edge_time[-1]))
+
+
+def test_hexadecimal_ids_are_names(tmp_path: Path) -> None:
+    module = events(tmp_path, "0x10 16 1\n16 0X1f 2\n")
+    assert module.read().edge_index.tolist() == [[0, 1], [1, 2]]
+    assert module.names()["node"].to_pylist() == ["0x10", "16", "0X1f"]

@@ -410,7 +410,7 @@ def test_new_values_unlike_those_of_training_are_warned_of(
     [
         ('id,city,age\nann,"New\nYork",20\nbob,Rome,old\n', 4),
         ("id,age\n\nann,20\n\n\nbob,old\n", 6),
-        ('id,age\r\n"a\r\n\r\nnn",20\r\n\r\nbob,old\r\n', 6),
+        ('city,id,age\r\n"a\r\n\r\nnn",ann,20\r\n\r\nRome,bob,old\r\n', 6),
         ('id,age\n"a\nnn",20\n\nbob,1,2\n', 5),
         ('\nid,age\n"a""\nnn",20\nbob,1,2\n', 5),
     ],
@@ -508,3 +508,120 @@ def test_large_keys_lists_of_lists_and_absolute_patterns(tmp_path: Path) -> None
     assert store.facts["keys"]["node"]["types"] == ["uint64"]
     assert NodeIds.of(store, "node").arrays(np.arange(3))[0].equals(keys)
     assert [column["kind"] for column in store.facts["schema"]["nodes node"]] == ["number"]
+
+
+@pytest.mark.parametrize("options", [{"missing": ["?"]}, {"header": ["id", "x"]}, {"separator": "comma"}])
+def test_how_text_is_read_makes_another_store(options: dict[str, Any], write: Write, tmp_path: Path) -> None:
+    nodes, edges = write("n.csv", "id,x\na,?\nb,1\n"), write("e.csv", "source,target\na,b\n")
+    plain = data(tmp_path, nodes=nodes, edges=edges)
+    labels = {"path": write("l.csv", "id,y\na,1\n"), "label": "y"}
+    apart = data(tmp_path, nodes={"path": nodes, "labels": labels}, edges=edges)
+    changed = [
+        data(tmp_path, nodes={"path": nodes, **options}, edges=edges),
+        data(tmp_path, nodes=nodes, edges={"path": edges, **options}),
+        data(tmp_path, nodes={"path": nodes, "labels": {**labels, **options}}, edges=edges),
+    ]
+    assert len({source.store_path for source in (plain, apart, *changed)}) == 5
+    assert "reading" not in plain.identity()["nodes"]["node"], "stores of earlier releases are found"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("n.csv", 'id,x\nann,1\n"bob,2\ncy,3\ndee",4\n', "n.csv, line 3: the column 'id' has a value with a line end"),
+        ("n.csv", 'id,x\r"ann\rbob",2\r', "line 2: the column 'id' has a value with a line end in it: 'ann.rbob'"),
+        (
+            "n.tsv",
+            'id\tx\ty\nann\t"1\t2\nbob"\t3\ncy\t5\t6\n',
+            "n.tsv, line 2: the column 'x' has a value with a tab in it",
+        ),
+    ],
+)
+def test_an_open_quote_does_not_hide_rows(name: str, text: str, said: str, write: Write, tmp_path: Path) -> None:
+    nodes = {"path": write(name, text), "features": []}
+    with pytest.raises(DataError, match=f"{said}(.|\n)*is a double quote not closed"):
+        data(tmp_path, nodes=nodes).read()
+
+
+def test_an_open_quote_in_the_key_of_an_edge(write: Write, tmp_path: Path) -> None:
+    edges = write("e.csv", 'source,target\na,b\n"b,c\nc",d\n')
+    with pytest.raises(DataError, match=r"e\.csv, line 3: the column 'source' has a value with a line end"):
+        data(tmp_path, edges=edges).read()
+
+
+def test_values_with_line_ends_are_read(write: Write, tmp_path: Path) -> None:
+    text = 'id\tnote\tx\na\t"two\nlines ""quoted"""\t1\nb\tone\t3\n'
+    graph = data(tmp_path, nodes={"path": write("n.tsv", text), "columns": {"note": "category"}}).read()
+    assert graph.x.tolist() == [[0, 1, -1], [1, 0, 1]]
+
+
+def test_whole_times_are_exact(write: Write, tmp_path: Path) -> None:
+    times = [2**53 + 1, 2**60 + 7, -(2**53) - 1]
+    text = "source,target,time\n" + "".join(f"a,b,{time}\n" for time in times)
+    frame = pa.table({"source": [1, 1, 1], "target": [2, 2, 2], "time": times})
+    for table in ({"path": write("e.csv", text)}, {"frame": frame}):
+        assert data(tmp_path, edges={**table, "time": "time"}).read().edge_time.tolist() == times
+    large = pa.table({"source": [1], "target": [2], "time": [-(2**63)]})
+    with pytest.raises(DataError, match="is too large for a time"):
+        data(tmp_path, edges={"frame": large, "time": "time"}).read()
+
+
+def test_equal_numbers_have_the_deviation_1(write: Write, tmp_path: Path) -> None:
+    text = "id,x\n" + "".join(f"{row},{'' if row % 2 else 0.1}\n" for row in range(6))
+    source = data(tmp_path, nodes=write("n.csv", text))
+    source.read()
+    (column,) = source.extra_facts()["schema"]["nodes node"]
+    assert column["mean"] == pytest.approx(0.1) and "deviation" not in column
+
+
+def test_edges_of_a_column_of_splits_are_kept_under_other_splits(write: Write, tmp_path: Path) -> None:
+    text = "source,target,part\na,b,train\nb,c,val\nc,d,test\nd,e,\n"
+    edges = {"path": write("e.csv", text), "split": "part"}
+    public = data(tmp_path, edges=edges, task="link").read()
+    assert public.edge_index.tolist() == [[0], [1]] and public.test_edge_index.tolist() == [[2], [3]]
+    options = {"train_fraction": 0.5, "val_fraction": 0.25}
+    source = data(tmp_path, edges=edges, task="link", split="random", **options)
+    source.prepare_data()
+    assert source.facts["split"]["sizes"] == {"train": 2, "val": 1, "test": 1}
+    applied = data(tmp_path, edges=edges, task="link")
+    applied.trained, applied.applied = {}, True
+    applied.prepare_data()
+    assert applied.facts["split"]["sizes"] == {"train": 4, "val": 0, "test": 0}
+
+
+def test_hexadecimal_texts_are_classes(write: Write, tmp_path: Path) -> None:
+    source = data(tmp_path, nodes={"path": write("codes.csv", "id,code\na,0x10\nb,16\nc,2\n"), "label": "code"})
+    assert source.read().y.tolist() == [0, 1, 2] and source.extra_facts()["label_values"] == ["0x10", "16", "2"]
+
+
+def test_the_type_relation_is_reserved(write: Write, tmp_path: Path) -> None:
+    nodes, edges = write("n.csv", "id\na\n"), write("e.csv", "source,target\na,a\n")
+    ends = {"path": edges, "source_type": "item", "target_type": "relation"}
+    for settings in ({"nodes": {"relation": nodes}}, {"nodes": {"item": nodes}, "edges": {"to": ends}}):
+        with pytest.raises(GtrainError, match="the entity type name 'relation' is reserved"):
+            data(tmp_path, **settings)
+
+
+def test_views_of_strings(tmp_path: Path) -> None:
+    def view(*texts: str) -> Any:
+        return pa.array(texts).cast(pa.string_view())
+
+    tags = pa.array([["p"], ["p", "q"], []], pa.list_(pa.string_view()))
+    nodes = {"frame": pa.table({"id": view("a", "b", "c"), "y": view("r", "s", "r"), "tags": tags}), "label": "y"}
+    edges = {"frame": pa.table({"source": view("a", "b"), "target": view("b", "c")})}
+    graph = data(tmp_path, nodes=nodes, edges=edges).read()
+    assert graph.y.tolist() == [0, 1, 0] and graph.edge_index.tolist() == [[0, 1], [1, 2]]
+    assert graph.x.tolist() == [[1, 0], [1, 1], [0, 0]]
+
+
+@pytest.mark.parametrize("value", [1e20, float("inf")])
+def test_floats_beyond_64_bits(value: float, tmp_path: Path) -> None:
+    numbers = pa.array([1.0, value, 3.0])
+    with pytest.raises(DataError, match=rf"row 1 \(from 0\): the key 'id' is {re.escape(str(value))}"):
+        data(tmp_path, nodes={"frame": pa.table({"id": numbers})}).read()
+    table = pa.table({"id": [1, 2, 3], "y": numbers})
+    with pytest.raises(DataError, match=rf"row 1 \(from 0\): the label is {re.escape(str(value))}"):
+        data(tmp_path, nodes={"frame": table, "label": "y"}).read()
+    category = data(tmp_path, nodes={"frame": table, "columns": {"y": "category"}})
+    assert category.read().x.sum(dim=1).tolist() == [1, 1, 1]
+    assert len(category.extra_facts()["schema"]["nodes node"][0]["values"]) == 3
