@@ -13,7 +13,7 @@ from gtrain.launch import slot as slots
 
 
 class MetricsFile(CSVLogger):
-    """Lightning's ``CSVLogger``, which also keeps the rows of the job's earlier attempts.
+    """Lightning's ``CSVLogger``, which also keeps the rows that were written before a restart of the job or of rank 0.
 
     Lightning deletes an existing ``metrics.csv``. A restarted job resumes from a checkpoint, so the rows up to that
     checkpoint are part of its metrics.
@@ -23,13 +23,13 @@ class MetricsFile(CSVLogger):
         super().__init__(*args, **kwargs)
         file = Path(self.log_dir, "metrics.csv")
         self._earlier: list[dict[str, str]] = []
-        if slots.attempt() and file.is_file():
+        if (slots.attempt() or slots.restarts()) and file.is_file():
             with open(file, newline="") as rows:
                 self._earlier = list(csv.DictReader(rows))
 
     @rank_zero_only
     def restore(self, steps: int) -> None:
-        """Log the rows of the earlier attempts again.
+        """Log the rows from before the restart again.
 
         Args:
             steps: optimizer steps of the checkpoint; rows of later steps are computed again.

@@ -475,7 +475,7 @@ def write_parquet(
         nodes: their ids.
         node_type: of the nodes.
         predicts: ``class`` if the numbers are scores of classes: ``prediction`` is the best one; ``number`` if there is
-            one number, the prediction; None: no such column.
+            one number, the prediction; None: no such column. A node without numbers (NaN) has no prediction (null).
         labels: the label that each class stands for, in the column ``label``; None: no such column.
     """
     fields = [*nodes.fields, ("values", pa.list_(pa.float32(), values.shape[1]))]
@@ -486,7 +486,8 @@ def write_parquet(
         for ids, block in blocks(values):
             columns = [*nodes.arrays(ids), pa.FixedSizeListArray.from_arrays(block.reshape(-1), values.shape[1])]
             if predicts is not None:
-                columns.append(pa.array(block.argmax(axis=1) if predicts == "class" else block[:, 0]))
+                best = block.argmax(axis=1) if predicts == "class" else block[:, 0]
+                columns.append(pa.array(best, mask=np.isnan(block).any(axis=1)))
             columns += [] if names is None else [names.take(columns[-1])]
             writer.write_table(pa.table(columns, schema=schema))
 

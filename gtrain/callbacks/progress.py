@@ -58,7 +58,7 @@ class ProgressLine(Callback):
         names = dict.fromkeys(["train/loss", "val/loss", *scores])
         parts += [f"{name} {newest[name]:.4f}" for name in names if name in newest]
         if seconds > 0:
-            parts.append(f"{_scaled(self._work * len(recorder.epoch_seconds) / seconds, 1000)}{self._unit}")
+            parts.append(f"{_scaled(self._work * recorder.epochs_trained / seconds, 1000)}{self._unit}")
             parts.append(f"{_scaled(recorder.counters.bytes_sent / seconds, 1024)}B/s sent")
         return "  ".join(parts)
 

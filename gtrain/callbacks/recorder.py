@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import Callback
 
 from gtrain.callbacks.metrics_file import MetricsFile
@@ -29,6 +30,7 @@ class RunRecorder(Callback):
 
     Attributes:
         epoch_seconds: wall seconds of each epoch's training.
+        epochs_trained: epochs by their trained batches: half an epoch with ``trainer.limit_train_batches=0.5``.
         history: per epoch ``{"epoch": number, "train/loss": ..., "val/...": ...}``; an epoch that was not validated
             has no ``val/`` entries.
         epoch_of: the epoch of the newest value of each metric.
@@ -38,6 +40,8 @@ class RunRecorder(Callback):
     def __init__(self, counters: Counters, log: ProcessLog | None = None) -> None:
         self.counters, self._log = counters, log or ProcessLog(None)
         self.epoch_seconds: list[float] = []
+        self.epochs_trained = 0.0
+        self._batches = 0  # of the epoch so far
         self.history: list[dict[str, Any]] = []
         self.epoch_of: dict[str, int] = {}
         self._validated = False
@@ -51,13 +55,14 @@ class RunRecorder(Callback):
 
     def restart_state(self) -> dict[str, Any]:
         """Return the state of a rank that is restarted during a run, as plain values."""
-        names = ("epoch_seconds", "history", "epoch_of", "cpu_seconds")
+        names = ("epoch_seconds", "epochs_trained", "history", "epoch_of", "cpu_seconds")
         return {name: getattr(self, name) for name in names}
 
     def load_restart_state(self, state: dict[str, Any]) -> None:
         """Restore :meth:`restart_state`; the time of the interrupted epoch restarts at 0."""
         self.epoch_seconds, self.history = list(state["epoch_seconds"]), list(state["history"])
         self.epoch_of, self.cpu_seconds = dict(state["epoch_of"]), state["cpu_seconds"]
+        self.epochs_trained = state.get("epochs_trained", float(len(self.epoch_seconds)))  # earlier releases lack it
         self._counts = _counts(self.counters, self.cpu_seconds)
 
     @property
@@ -87,6 +92,7 @@ class RunRecorder(Callback):
         self._stop_fetching()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        self._batches += 1
         self._start_fetching()
         if self._log.is_due("step"):
             batches = trainer.num_training_batches
@@ -95,6 +101,7 @@ class RunRecorder(Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._elapsed = self._fetch_seconds = 0.0
+        self._batches = 0
         self._resume()
         self._start_fetching()
 
@@ -112,6 +119,8 @@ class RunRecorder(Callback):
         self._stop_fetching()
         self._pause()
         self.epoch_seconds.append(self._elapsed)
+        batches = sized_len(trainer.train_dataloader)
+        self.epochs_trained += min(self._batches / batches, 1.0) if batches else 1.0
         # reading metrics computes them, which is collective: every rank reads them, here only
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if not self._validated:

@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,7 +73,7 @@ class RunFolder(Callback):
             from gtrain.reporting import sweep
 
             sweep.show(folder)
-        with _reporting(folder, _reports(config)):
+        with _reporting(lambda: folder, _reports(config)):
             pass
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
@@ -311,7 +311,11 @@ def _job(cfg: DictConfig) -> Any:
     # The first machine's command records the run.
     records = launchers.is_first() and cfg.cluster.rank in (None, 0)
     facts = {**chosen, "overrides": overrides, "num_nodes": cfg.trainer.num_nodes, "devices": cfg.trainer.devices}
-    verb, folder = cfg.verb if records else "", Path(hydra_config.runtime.output_dir)
+    verb = cfg.verb if records else ""
+
+    def folder() -> Path:  # that of an earlier attempt, once a restarted job has found it
+        return Path(cfg.paths.run)
+
     with _reporting(folder, bool(verb) and _reports(cfg)), events.recording(folder, verb, **facts):
         return _checked_launch(cfg, overrides)
 
@@ -322,8 +326,12 @@ def _reports(cfg: DictConfig) -> bool:
 
 
 @contextlib.contextmanager
-def _reporting(folder: Path, wanted: bool) -> Iterator[None]:
+def _reporting(folder: Callable[[], Path], wanted: bool) -> Iterator[None]:
     """Write the report of a run at its end, also if it fails; a report that fails does not fail the run.
+
+    Args:
+        folder: returns the folder of the run or the sweep.
+        wanted: whether to write one.
 
     Raises:
         GtrainError: a package that reports need is not installed.
@@ -339,7 +347,7 @@ def _reporting(folder: Path, wanted: bool) -> Iterator[None]:
     finally:
         if not isinstance(sys.exception(), (KeyboardInterrupt, SystemExit)):
             try:
-                print(f"report: {write_report([folder])}", flush=True)
+                print(f"report: {write_report([folder()])}", flush=True)
             except Exception as error:
                 print(f"gtrain: the report was not written: {type(error).__name__}: {error}", file=sys.stderr)
 

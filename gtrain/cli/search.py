@@ -113,7 +113,11 @@ class OptunaSweeper(Sweeper):
         parsed = OverridesParser.create(config_loader=self._context.config_loader).parse_overrides(texts)
         settings = {override.get_key_element(): override for override in parsed}  # the last one of a key counts
         space = {key: distribution(each) for key, each in settings.items() if each.is_sweep_override()}
-        fixed = [f"{key}={each.get_value_element_as_str()}" for key, each in settings.items() if key not in space]
+        fixed = [
+            str(each.input_line) if each.is_delete() else f"{key}={each.get_value_element_as_str()}"
+            for key, each in settings.items()
+            if key not in space
+        ]
         if not space:
             raise ConfigError(
                 "hydra/sweeper=optuna was set, and no setting has several values.",

@@ -7,6 +7,7 @@ serves it, on sockets that the agent bound. Under other launchers, the first pro
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +32,8 @@ _store: KeyValueStore | None = None
 _address: str | None = None
 _served: list[Any] = []
 """Listeners and servers of the store in the process that serves it; they close when they are collected."""
-_broadcasts = 0
-"""Calls of :func:`broadcast_text` so far: the key of the next one, equal on all ranks."""
+_broadcasts: Counter[int] = Counter()
+"""Calls of :func:`broadcast_text` so far, by job: the key of the next one, equal on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ def job_network(environment: ClusterEnvironment) -> JobNetwork:
 def job_store(environment: ClusterEnvironment) -> KeyValueStore:
     """Return this process's connection to the job's store, opened once; rank 0 serves it unless another process does.
 
+    The jobs of a sweep under another launcher share the store, so each has separate keys.
+
     Raises:
         PeerLostError: nothing answers at its address.
         RefusedConnectionError: a process of another job answers there.
@@ -113,7 +116,8 @@ def job_store(environment: ClusterEnvironment) -> KeyValueStore:
     if _store is None:
         address, server = store_address(environment), _name_of_server(environment)
         _store = KeyValueStore(address, slots.roster().key_file, TIMEOUT_SECONDS, lambda: WaitReport(server))
-    return _store
+    number = slots.job_number()
+    return _store.prefixed(f"job {number}") if number else _store
 
 
 def _name_of_server(environment: ClusterEnvironment) -> str:
@@ -186,12 +190,11 @@ def _serve(sockets: list[socket.socket], pointer: str | None) -> None:
 
 def broadcast_text(environment: ClusterEnvironment, text: str) -> str:
     """Return rank 0's text on every rank; all ranks make the same calls in the same order."""
-    global _broadcasts
-    _broadcasts += 1
-    store = job_store(environment).prefixed("gtrain-agreed")
+    _broadcasts[slots.job_number()] += 1
+    store, key = job_store(environment).prefixed("gtrain-agreed"), str(_broadcasts[slots.job_number()])
     if environment.global_rank() == 0:
-        store.set(str(_broadcasts), text)
-    return await_key(store, str(_broadcasts), job_network(environment).name_of(0)).decode()
+        store.set(key, text)
+    return await_key(store, key, job_network(environment).name_of(0)).decode()
 
 
 def serve_store() -> None:

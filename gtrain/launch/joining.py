@@ -34,6 +34,7 @@ from gtrain.launch.rendezvous import StoreLocation
 from gtrain.launch.request import TASK, JobRequest
 from gtrain.launch.settings_check import check_release, check_same, comparable
 from gtrain.launch.slot import ServerRoster, Slot
+from gtrain.record import events
 from gtrain.run import runs
 
 SERVER_BY_HAND = "gtrain.strategy.server:run_by_hand"
@@ -139,7 +140,11 @@ def resume_earlier_attempt(cfg: DictConfig, job_id: str, earlier: Path | None = 
     if run_dir is None:
         runs.record_job(all_runs, job, Path(cfg.paths.run).absolute())
         return
-    cfg.paths.run, origin = str(run_dir), runs.resume(cfg, run_dir)
+    with contextlib.suppress(ConfigError):  # a network file system may keep the lock of a lost machine for a while
+        runs.lock_folder(run_dir)
+    new, origin = Path(cfg.paths.run), runs.resume(cfg, run_dir)
+    cfg.paths.run = str(run_dir)
+    events.resumes(run_dir, new, slots.attempt(), f"restarting the job from {origin}")
     print(f"gtrain: restarting the job from {origin} in {run_dir}", file=sys.stderr, flush=True)
 
 

@@ -119,6 +119,7 @@ class JobContext(JobBase):
 _context: JobContext | None = None
 _roster = ServerRoster()
 _attempt = 0
+_job_number = 0
 _failure_reported = False
 _reporting = threading.Lock()  # threads report too, and a long report is written in pieces
 
@@ -143,6 +144,17 @@ def set_roster(servers: ServerRoster, attempt: int = 0) -> None:
     """Set the servers of the job and its attempt, in a rank that another launcher started."""
     global _roster, _attempt
     _roster, _attempt = servers, attempt
+
+
+def count_job() -> None:
+    """Count a job of this process, which another launcher started; all ranks count the same jobs, as of a sweep."""
+    global _job_number
+    _job_number += 1
+
+
+def job_number() -> int:
+    """Return the number of the job among those of this process, from 1; 0 in the processes of gtrain's agent."""
+    return _job_number
 
 
 def restarts() -> int:

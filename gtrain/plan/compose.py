@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hydra import compose
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, open_dict
 
@@ -51,7 +52,8 @@ def for_strategy(
     """
     shared = [override for override in overrides if config.key_of(override) not in _OWN]
     composed = [f"strategy={name}", *shared, *extra]
-    other = compose("config", composed)
+    # a program has no command line
+    other = compose(HydraConfig.get().job.config_name if HydraConfig.initialized() else "config", composed)
     with open_dict(other):
         other.verb, other.paths.run = cfg.verb, cfg.paths.run
     notice = config.fit_strategy(

@@ -12,7 +12,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,11 @@ def append(run_dir: Path, event: str, **fields: Any) -> None:
 
 
 @contextlib.contextmanager
-def recording(run_dir: Path, verb: str, **fields: Any) -> Iterator[None]:
+def recording(run_dir: Callable[[], Path], verb: str, **fields: Any) -> Iterator[None]:
     """Record the start of a run, and how it ended; the record of an earlier run in this folder is deleted.
 
     Args:
-        run_dir: the run's folder.
+        run_dir: returns the run's folder, which is another one once the job :func:`resumes` an earlier attempt.
         verb: of the command; other verbs than :data:`RECORDED` record nothing.
         fields: of the event ``start``.
     """
@@ -70,15 +70,29 @@ def recording(run_dir: Path, verb: str, **fields: Any) -> Iterator[None]:
         yield
         return
     with contextlib.suppress(OSError):
-        shutil.rmtree(record_folder(run_dir), ignore_errors=True)
-        record_folder(run_dir).mkdir(parents=True, exist_ok=True)
-    append(run_dir, "start", verb=verb, host=socket.gethostname(), gtrain=__version__, **fields)
+        shutil.rmtree(record_folder(run_dir()), ignore_errors=True)
+        record_folder(run_dir()).mkdir(parents=True, exist_ok=True)
+    append(run_dir(), "start", verb=verb, host=socket.gethostname(), gtrain=__version__, **fields)
     try:
         yield
     except BaseException as error:
-        append(run_dir, "end", **_ending(error))
+        append(run_dir(), "end", **_ending(error))
         raise
-    append(run_dir, "end", status="complete")
+    append(run_dir(), "end", status="complete")
+
+
+def resumes(earlier: Path, new: Path, number: int, message: str) -> None:
+    """Continue the record of an earlier attempt of the job in place of the one that this attempt has started.
+
+    Args:
+        earlier: the run's folder.
+        new: the folder in which this attempt started; may be the same.
+        number: of earlier attempts.
+        message: for people.
+    """
+    if new.resolve() != earlier.resolve():
+        shutil.rmtree(record_folder(new), ignore_errors=True)
+    append(earlier, "job restarted", number=number, limit=None, message=message)
 
 
 def _ending(error: BaseException) -> Mapping[str, Any]:

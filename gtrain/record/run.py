@@ -113,8 +113,9 @@ class RunRecord:
 
     @cached_property
     def end(self) -> Row:
-        """The event with which the command ended; empty if there is none."""
-        return next((event for event in reversed(self.events) if event["event"] == "end"), {})
+        """The event with which the command ended; empty if there is none, or the job was restarted since."""
+        last = next((event for event in reversed(self.events) if event["event"] in ("end", "job restarted")), {})
+        return last if last.get("event") == "end" else {}
 
     @property
     def cause(self) -> Row:

@@ -89,7 +89,7 @@ def summary(
     """
     training = sum(recorder.epoch_seconds)
     work, unit = data.work
-    rate = work * len(recorder.epoch_seconds) / training if training else 0.0
+    rate = work * recorder.epochs_trained / training if training else 0.0
     store = data.open_store()
     partition, best = store.manifest.partition, epoch_metrics.best
     return {

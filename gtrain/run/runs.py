@@ -112,6 +112,11 @@ def register(runs: Path, run_dir: Path, config: dict[str, Any]) -> None:
         index.write(line + "\n")
 
 
+def is_registered(run_dir: Path) -> bool:
+    """Return whether a run has trained; an attempt that ended before is not in the index."""
+    return (run_dir / RUN).is_file()
+
+
 def record_job(runs: Path, job: str, run_dir: Path) -> None:
     """Record the folder of a job's run, for :func:`of_job`."""
     file = _job_file(runs, job)
@@ -281,7 +286,8 @@ def _identities_of(run_dir: Path) -> Iterator[str]:
         yield record["identity"]
         if record.get("gtrain") != __version__ and GlobalHydra.instance().is_initialized():
             overrides = [str(override) for override in OmegaConf.load(run_dir / ".hydra" / "overrides.yaml")]
-            cfg = compose("config", overrides)
+            name = OmegaConf.load(run_dir / ".hydra" / "hydra.yaml").hydra.job.config_name
+            cfg = compose(str(name), overrides)
             yield identity({group: OmegaConf.to_container(cfg[group], resolve=True) for group in _GROUPS})
     except (OSError, ValueError, KeyError, HydraException, OmegaConfBaseException):
         # Not a run's folder, or settings that this release lacks.

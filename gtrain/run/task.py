@@ -197,7 +197,8 @@ class Task:
         if strategy.is_global_zero:
             process_log.write("store", path=str(store.path.absolute()), parts=store.num_parts)
         trainer = self._trainer(strategy, recorder, model, data)
-        if config["verb"] == "train" and strategy.is_global_zero and not (slots.restarts() or slots.attempt()):
+        again = bool(slots.restarts() or slots.attempt())
+        if config["verb"] == "train" and strategy.is_global_zero and not (again and runs.is_registered(run_dir)):
             runs.register(self._runs, run_dir, config)
         if config["verb"] in ("predict", "export"):
             self._predict(trainer, model, data, checkpoint)
@@ -277,12 +278,15 @@ class Task:
         setting, trainer = self.config["correct_and_smooth"], self.config["trainer"]
         if setting is False:
             return None
-        ranks = trainer["num_nodes"] * trainer["devices"]
+        ranks, limit = trainer["num_nodes"] * trainer["devices"], trainer["limit_predict_batches"]
+        every = limit is None or (isinstance(limit, float) and limit == 1.0)  # the number 1 is one batch
         for unfit, found in (
             (self.config["verb"] != "predict", f"{self.config['verb']} writes no predictions"),
             (self.embeds, "embeddings=true writes no scores"),
             (self.config["data"]["task"] != "node", "data.task=link predicts edges"),
             (ranks > 1, f"{ranks} ranks each have a part of the graph"),
+            (not every, f"trainer.limit_predict_batches={limit} leaves nodes without scores"),
+            (trainer["fast_dev_run"], "trainer.fast_dev_run leaves nodes without scores"),
         ):
             if unfit:
                 raise ConfigError(

@@ -11,7 +11,8 @@
 All files load with ``weights_only=True``: no object is ever unpickled. A checkpoint is written under a temporary name
 and renamed, so that a killed run leaves the previous one intact. A checkpoint whose path is an address of fsspec, such
 as ``s3://bucket/prefix/last.ckpt``, is written as :mod:`gtrain.strategy.remote_checkpoint` describes; a folder in the
-run's folder then points to it. docs/formats.md specifies the format.
+run's folder then points to it. To a checkpoint in another local folder, a symbolic link there points. docs/formats.md
+specifies the format.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def save(
         numbering: of the data, see :func:`numbering_of`.
         strategy: name of the strategy that writes the checkpoint.
         sharing: collects the files of machines that do not see rank 0's folder; None: all see it.
-        run_folder: folder of the run; that of rank 0 points to a checkpoint at an address.
+        run_folder: folder of the run; that of rank 0 points to a checkpoint at an address or in another folder.
         training: what the checkpoint records of its data, see :func:`~gtrain.data.module.training_of`.
 
     Raises:
@@ -126,7 +127,7 @@ def save(
     if is_address(path):
         _save_remote(contents, RemoteCheckpoint(str(path), str(run_folder or "")), run_folder)
     else:
-        _save_local(contents, Path(path), sharing or FolderSharing())
+        _save_local(contents, Path(path), sharing or FolderSharing(), run_folder)
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class _Contents:
         return json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1)
 
 
-def _save_local(contents: _Contents, path: Path, sharing: FolderSharing) -> None:
+def _save_local(contents: _Contents, path: Path, sharing: FolderSharing, run_folder: Path | None) -> None:
     # Three phases with barriers: rank 0 creates the folder, all ranks write into it, rank 0 writes the manifest and
     # renames. `group.passed()` is true in a restarted rank that catches up with a phase which the group has finished.
     group, temporary = contents.group, path.with_name(path.name + ".part")
@@ -211,6 +212,8 @@ def _save_local(contents: _Contents, path: Path, sharing: FolderSharing) -> None
             }
             _write_synced(temporary / MANIFEST, contents.manifest(files=files))
         _swap(temporary, path)
+        if run_folder is not None:
+            _link(run_folder / "checkpoints" / path.name, path.absolute())
     group.barrier()
     sharing.withdraw(temporary)
 
@@ -261,6 +264,19 @@ def _point(pointer: Path, content: Mapping[str, Any]) -> None:
     temporary.mkdir(parents=True)
     _write_synced(temporary / POINTER, json.dumps(content, indent=1))
     _swap(temporary, pointer)
+
+
+def _link(pointer: Path, path: Path) -> None:
+    """Make a checkpoint outside of the run's folder known there. Its readers follow the link and copy nothing."""
+    if pointer.parent.resolve() == path.parent.resolve() or (pointer.is_symlink() and pointer.readlink() == path):
+        return
+    if pointer.is_symlink() or followed(pointer) != pointer:
+        remove(pointer)
+    if pointer.exists():  # a checkpoint that another callback wrote there
+        return
+    with contextlib.suppress(OSError):  # a file system without links
+        pointer.parent.mkdir(parents=True, exist_ok=True)
+        pointer.symlink_to(path)
 
 
 def load(
@@ -545,7 +561,7 @@ def remove(path: Path | str) -> None:
     """Delete a checkpoint, folder or file, if it exists."""
     if isinstance(path, str):
         RemoteCheckpoint(path).remove()
-    elif path.is_dir():
+    elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
@@ -696,6 +712,8 @@ _UNSIGNED = {"format", "strategy", "world_size", "epoch", "global_step", "model"
 def _swap(temporary: Path, path: Path) -> None:
     """Replace the checkpoint at ``path``. :func:`find` handles a kill between the two renames."""
     old = path.with_name(path.name + ".old")
+    if path.is_symlink():
+        path.unlink()
     if path.exists():
         remove(old)
         os.rename(path, old)

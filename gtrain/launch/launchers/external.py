@@ -20,7 +20,7 @@ from gtrain.launch.children import resolve
 from gtrain.launch.job import counts_of
 from gtrain.launch.launchers.base import Launcher, RankInfo
 from gtrain.launch.request import JobRequest
-from gtrain.launch.slot import ServerRoster, set_roster
+from gtrain.launch.slot import ServerRoster, count_job, set_roster
 from gtrain.launch.sockets import Listener, listen_here, listen_tcp
 from gtrain.launch.templates import keep_templates_in_memory
 
@@ -53,15 +53,16 @@ class ExternalLauncher(Launcher):
 
     Attributes:
         variables: names of the environment variables.
-        job_variables: variables whose values together identify an attempt of a job among those of one machine; the
-            first one identifies the job.
+        job_variables: variables whose values together identify an attempt of a job among those of one machine.
         attempt_variable: variable with the number of earlier attempts; empty if the launcher restarts nothing.
+        even_hint: how to have the launcher start the same number of ranks on each machine.
     """
 
     starts_ranks = False
     variables: ClassVar[RankVariables]
     job_variables: ClassVar[tuple[str, ...]] = ()
     attempt_variable: ClassVar[str] = ""
+    even_hint: ClassVar[str]
 
     @abstractmethod
     def detect(self, environ: Mapping[str, str] = os.environ) -> bool:
@@ -85,8 +86,32 @@ class ExternalLauncher(Launcher):
         """Return the names of the variables that this process has."""
         return self.variables
 
+    def check(self, cfg: DictConfig) -> None:
+        """Refuse an uneven placement too."""
+        super().check(cfg)
+        self.check_even()
+
+    def check_even(self) -> None:
+        """Refuse ranks that do not fill one machine after the other with the same number of ranks on each.
+
+        Raises:
+            ConfigError: names the rank and its place.
+        """
+        rank_info = self.rank_info()
+        machine, local_size = rank_info.machine, rank_info.local_size
+        even = rank_info.machines * local_size == rank_info.size
+        if rank_info.machines == 1 or (even and rank_info.rank == machine * local_size + rank_info.local):
+            return
+        raise ConfigError(
+            f"{self.name} started {rank_info.size} ranks on {rank_info.machines} machines, and rank {rank_info.rank} "
+            f"is local rank {rank_info.local} of machine {machine}; every machine must have the same number of ranks, "
+            "in order.",
+            hint=self.even_hint,
+        )
+
     def launch(self, request: JobRequest) -> Any:
         """Run the task of this rank."""
+        count_job()  # before the fork of the keeper, whose servers use the store too
         cfg, rank_info = request.cfg, self.rank_info()
         self._adopt_world_size(cfg, rank_info, request.overrides)
         request.resolved()  # refuse mistakes before a fork; the run's folder is not known yet
@@ -121,9 +146,9 @@ class ExternalLauncher(Launcher):
         """Return how many times the launcher started this job before."""
         return int(environ.get(self.attempt_variable) or 0)
 
+    @abstractmethod
     def job_id(self, environ: Mapping[str, str] = os.environ) -> str:
         """Return the launcher's name of this job, which is the same in all attempts."""
-        return f"{self.name} {environ.get(self.job_variables[0], '')}"
 
     def agent_id(self) -> str:
         """Return a name of the process that starts this machine's ranks in all attempts; empty if there is none."""
@@ -148,10 +173,9 @@ class ExternalLauncher(Launcher):
                 f"but {self.name} started {rank_info.size}.",
                 hint=f"set numbers whose product is {rank_info.size}, or neither.",
             )
-        even = rank_info.machines * rank_info.local_size == rank_info.size
         with open_dict(cfg):
-            cfg.trainer.num_nodes = rank_info.machines if even else rank_info.size
-            cfg.trainer.devices = rank_info.local_size if even else 1
+            cfg.trainer.num_nodes = rank_info.machines
+            cfg.trainer.devices = rank_info.size // rank_info.machines
 
     def store_address(
         self,

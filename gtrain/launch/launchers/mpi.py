@@ -41,6 +41,7 @@ class Mpi(ExternalLauncher):
     name = "mpi"
     names_dead_ranks = False  # MPICH names a process that it has killed itself
     restart_hint = "leave out cluster.max_restarts: mpirun restarts nothing; run it again with ckpt_path=last."
+    even_hint = "place them evenly: --map-by ppr:N:node of Open MPI, -ppn N of MPICH."
 
     def __init__(self) -> None:
         self._location: rendezvous.StoreLocation | None = None
@@ -66,16 +67,11 @@ class Mpi(ExternalLauncher):
             raise ConfigError(
                 f"cluster.rank={cfg.cluster.rank} was set; mpirun numbers the ranks.", hint="leave out cluster.rank."
             )
+        self.check_even()
 
     def launch(self, request: JobRequest) -> Any:
         die_with_parent(os.getppid())  # a killed mpirun would leave its ranks running
         rank_info, cluster = self.rank_info(), request.cfg.cluster
-        if rank_info.size % rank_info.local_size:
-            raise ConfigError(
-                f"mpirun started {rank_info.size} ranks, {rank_info.local_size} of them on this machine; every machine "
-                "must have the same number.",
-                hint="place them evenly: --map-by ppr:N:node of Open MPI, -ppn N of MPICH.",
-            )
         if cluster.rendezvous is not None:
             secured = cluster.isolated or cluster.key_file is not None
             rendezvous.check_secure(rendezvous.parse(cluster.rendezvous), secured)

@@ -29,6 +29,7 @@ class Torchrun(ExternalLauncher):
 
     name = "torchrun"
     restart_hint = "leave out cluster.max_restarts: torchrun --max-restarts=N restarts the ranks."
+    even_hint = "give torchrun the same --nproc-per-node on every machine."
     variables = RankVariables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
     attempt_variable = "TORCHELASTIC_RESTART_COUNT"
     job_variables = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "GROUP_RANK")

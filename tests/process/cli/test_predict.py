@@ -14,7 +14,7 @@ from helpers import ok, summary
 from torch import nn
 from torch_geometric.nn import GCN, MLP
 
-from gtrain.callbacks.predictions import check_output, format_of, last_layer
+from gtrain.callbacks.predictions import NodeIds, check_output, format_of, last_layer, write_parquet
 from gtrain.errors import ConfigError
 
 SMALL = ["model=sage", "data.num_nodes=300", "data.num_edges=2400", "data.num_features=16", "data.num_classes=4"]
@@ -63,6 +63,17 @@ def test_ids_of_the_largest_component_are_those_of_the_data_set(tmp_path: Path) 
     assert table["id"].to_pylist() == [str(node) for node in ring]
     assert scores.shape == (30, 2) and np.array_equal(np.flatnonzero(np.isfinite(scores[:, 0])), ring)
     np.testing.assert_array_equal(np.stack(table["values"].to_numpy()), scores[ring])
+
+
+def test_nodes_without_scores_have_no_prediction(tmp_path: Path) -> None:
+    """As trainer.limit_predict_batches leaves them."""
+    scores = np.array([[0.1, 0.9], [np.nan, np.nan], [0.8, 0.2]], np.float32)
+    write_parquet(tmp_path / "s", scores, NodeIds(None), "node", predicts="class", labels=["x", "y"])
+    table = pq.read_table(tmp_path / "s").to_pydict()
+    assert table["prediction"] == [1, None, 0] and table["label"] == ["y", None, "x"]
+    write_parquet(tmp_path / "n", scores[:, :1], NodeIds(None), "node", predicts="number")
+    numbers = pq.read_table(tmp_path / "n").to_pydict()["prediction"]
+    assert numbers == [pytest.approx(0.1), None, pytest.approx(0.8)]
 
 
 def test_what_is_refused_before_anything_is_computed(tmp_path: Path) -> None:

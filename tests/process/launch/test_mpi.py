@@ -222,7 +222,7 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM
     [
         ({}, (), "mpirun started ranks on 3 machines, and cluster.rendezvous is not set."),
         pytest.param(  # it waits for the machine's other rank, which does not come
-            *({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (), "mpirun started 3 ranks, 2 of them on this machine;"),
+            *({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (), "mpi started 3 ranks on 2 machines, and rank 0 is local rank 0"),
             marks=pytest.mark.slow,
         ),
         ({}, ("cluster.rendezvous=tcp://head:1",), "can be reached by other machines, and cluster.key_file is not set"),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import signal
 from pathlib import Path
 
 import pytest
 from forked import gtrain
-from helpers import ok, some_slow, summary
+from helpers import ok, only_run, some_slow, summary
+
+from gtrain.record.run import RunRecord
+from gtrain.run import runs
 
 TINY = ("data.num_nodes=600", "data.num_edges=4000", "trainer.max_epochs=5")
 JOBS = {
@@ -52,6 +56,53 @@ def test_a_job_restarts_from_its_last_checkpoint(strategy: str, epoch: int, tmp_
     assert restarted["metrics"] == pytest.approx(whole["metrics"], rel=1e-6)
     rows, expected = metrics(tmp_path / "killed"), metrics(tmp_path / "undisturbed")
     assert [(row["epoch"], row["step"]) for row in rows] == [(row["epoch"], row["step"]) for row in expected]
+
+
+def test_checkpoints_in_another_folder_are_found_by_that_of_the_run(tmp_path: Path) -> None:
+    """By a restart and by ``run``."""
+    job = (*JOBS["single"], "callbacks.checkpoint.dirpath=elsewhere", "hydra.run.dir=run")
+    done = ok(gtrain(*job, kill(0, 2), "cluster.max_restarts=1", cwd=tmp_path))
+    assert "was killed by SIGKILL; restarting the job from its last checkpoint (1/1)" in done.stderr
+    assert [epoch["epoch"] for epoch in summary(tmp_path / "run")["history"]] == [0, 1, 2, 3, 4]
+    trusted = "allow_targets=[gtrain.testing.faults]"
+    ok(gtrain("test", "run=run", trusted, "hydra.run.dir=test", cwd=tmp_path))
+    metrics = [summary(tmp_path / run)["metrics"]["test/loss"] for run in ("run", "test")]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
+
+
+def by_torchrun(folder: Path, attempt: int) -> dict[str, str]:
+    """The variables of the only rank of a job in one of its attempts."""
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    return {**rank, "TORCHELASTIC_RUN_ID": folder.name, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+
+
+def test_an_attempt_whose_predecessor_ended_before_it_trained_is_in_the_index(tmp_path: Path) -> None:
+    ok(gtrain(*JOBS["single"], "trainer.max_epochs=1", cwd=tmp_path, env=by_torchrun(tmp_path, 1)))
+    assert [*runs.recorded(tmp_path / "runs")] == [only_run(tmp_path / "runs")]
+
+
+def test_the_record_of_a_job_that_torchrun_restarts_is_that_of_its_run(tmp_path: Path) -> None:
+    """Each attempt is a command, for which Hydra makes a new folder."""
+    job = (*JOBS["single"], kill(0, 2))
+    assert gtrain(*job, cwd=tmp_path, env=by_torchrun(tmp_path, 0)).returncode == -signal.SIGKILL
+    (run,) = runs.recorded(tmp_path / "runs")
+    assert RunRecord(run).status == "killed"
+    done = ok(gtrain(*job, "report=true", cwd=tmp_path, env=by_torchrun(tmp_path, 1)))
+    assert "gtrain: restarting the job from its last checkpoint in" in done.stderr
+    assert [*runs.recorded(tmp_path / "runs")] == [run] == [each.parent for each in tmp_path.glob("runs/2*/*/record")]
+    record = RunRecord(run)
+    assert [event["event"] for event in record.events] == ["start", "job restarted", "end"]
+    assert record.status == "complete" and len(summary(run)["history"]) == 5
+    assert list(run.glob("report*"))
+
+
+def test_the_metrics_of_a_restarted_rank_0_are_complete(tmp_path: Path) -> None:
+    """With ps it is restarted alone."""
+    job = ("strategy=ps", "trainer.num_nodes=2", "strategy.rest=server", *JOBS["ps"][3:])
+    done = ok(gtrain(*job, kill(0, 2), "hydra.run.dir=run", cwd=tmp_path))
+    assert "rank 0 of 2 (machine 0) was killed by SIGKILL; restarting it (1/" in done.stderr
+    epochs = [int(row["epoch"]) for row in metrics(tmp_path / "run") if row["train/loss"]]
+    assert epochs == [0, 1, 2, 3, 4]
 
 
 def test_a_job_that_fails_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:

@@ -90,6 +90,16 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 @pytest.mark.slow
+def test_a_sweep_trains_each_job_with_its_settings(tmp_path: Path) -> None:
+    """The ranks, and the store in which they compare their settings, live as long as the sweep."""
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "gtrain", "--multirun")
+    settings = ("trainer.max_epochs=1", "model.optimizer.lr=0.01,0.02", "hydra.sweep.dir=sweep")
+    ok(forked.python(*torchrun, *JOBS["sar"], *settings, cwd=tmp_path))
+    rates = [summary(tmp_path / "sweep" / job)["config"]["model"]["optimizer"]["lr"] for job in ("0", "1")]
+    assert rates == [0.01, 0.02]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", rest_exhaustive(JOBS, "sar"))
 def test_a_job_goes_on_without_a_node_and_with_a_new_one(strategy: str, nodes: list[Node], tmp_path: Path) -> None:
     """Two nodes; the second one is killed, the first goes on alone; another joins, and both go on."""

@@ -28,6 +28,14 @@ def test_auto_never_takes_what_exceeds_the_memory(tmp_path: Path) -> None:
     assert trained["resolved"]["strategy"] == plan["recommended"].removeprefix("strategy=")
 
 
+def test_the_settings_are_those_of_the_named_configuration(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "mine.yaml").write_text("defaults: [config, _self_]\nmodel: {hidden_channels: 24}\n")
+    named = ("--config-dir", "conf", "--config-name", "mine", "strategy=auto")
+    ok(forked.gtrain(*named, *SETTINGS, "trainer.max_epochs=1", "hydra.run.dir=run", cwd=tmp_path))
+    assert summary(tmp_path / "run")["config"]["model"]["hidden_channels"] == 24
+
+
 @pytest.mark.slow
 def test_the_winner_of_a_race_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     settings = ("strategy=auto", "strategy.race_seconds=2", "trainer.max_epochs=1000", "trainer.max_time=00:00:00:06")

@@ -272,6 +272,14 @@ def test_a_mistake_is_refused_before_the_data_are_read(overrides: list[str], sai
         ),
         (["correct_and_smooth=true"], "correct_and_smooth=true was set, and train writes no predictions"),
         (
+            ["verb=predict", "correct_and_smooth=true", "trainer.limit_predict_batches=1"],
+            "correct_and_smooth=true was set, and trainer.limit_predict_batches=1 leaves nodes without scores",
+        ),
+        (
+            ["verb=predict", "correct_and_smooth=true", "trainer.fast_dev_run=true"],
+            "correct_and_smooth=true was set, and trainer.fast_dev_run leaves nodes without scores",
+        ),
+        (
             ["model=kg", "data=planted_kg", "+model.label_smoothing=0.1"],
             "model.label_smoothing=0.1 was set, and KGEmbedding does not take it.\nHINT: set model.label_smoothing=0.",
         ),

@@ -91,6 +91,13 @@ def test_the_best_is_found_whatever_is_better(sweeper: Any, score: Any, name: st
     assert len({job["model.optimizer.lr"] for job in launcher.jobs.values()}) == 25, "no trial is asked for twice"
 
 
+def test_deletions_reach_the_jobs_as_typed(sweeper: Any) -> None:
+    made, launcher = sweeper(lambda job: -distance(job), "hydra.sweeper.trials=1")
+    made.sweep(["~callbacks.checkpoint", "~model.norm=none", LR])
+    job = launcher.jobs[0]
+    assert job["~callbacks.checkpoint"] == "" and job["~model.norm"] == "none"
+
+
 def test_a_study_goes_on_where_it_was(sweeper: Any) -> None:
     made, launcher = sweeper(lambda job: -distance(job), "hydra.sweeper.trials=4", "hydra.sweeper.jobs=2")
     made.sweep([LR])

@@ -27,7 +27,7 @@ def content(tmp_path: Path) -> dict[str, Any]:
     store = stored(tmp_path / "store", messy_graph(), random_parts(40, 3))
     counters = Counters(bytes_sent=7, bytes_received=9, comm_seconds=0.5, wait_seconds=0.25, bound_bytes=6)
     recorder = RunRecorder(counters)
-    recorder.epoch_seconds = [0.5, 1.5]
+    recorder.epoch_seconds, recorder.epochs_trained = [0.5, 1.5], 1.75  # one epoch was limited to 3/4 of its batches
     recorder.history = [{"epoch": 0, "train/loss": float("nan")}, {"epoch": 1, "train/loss": 0.5}]
     ranks = [report.rank_figures(rank, PeakMemory(), recorder, counters) for rank in range(3)]
     stop = {"patience": 2, "threshold": float("inf"), "names": ["a", float("nan")], "folder": Path("run")}
@@ -55,7 +55,7 @@ def test_the_schema_is_one() -> None:
 
 def test_what_is_written_is_what_is_promised(content: dict[str, Any]) -> None:
     jsonschema.validate(content, SCHEMA)
-    assert content["throughput"] == {"value": 40 * 2 / 2.0, "unit": "nodes/s"}
+    assert content["throughput"] == {"value": 40 * 1.75 / 2.0, "unit": "nodes/s"}
     assert content["resolved"] == {"strategy.matmul": "int8"}
     stop = {"patience": 2, "threshold": None, "names": ["a", None], "folder": "run"}
     assert content["config"]["callbacks"] == {"stop": stop} and content["config"]["trainer"]["num_nodes"] == 3

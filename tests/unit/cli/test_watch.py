@@ -59,6 +59,22 @@ def test_a_run_in_progress_is_shown_with_its_time_left(tmp_path: Path) -> None:
     assert "left" not in shown(RunRecord(tmp_path))
 
 
+def test_a_run_that_its_launcher_restarted_has_not_ended(tmp_path: Path) -> None:
+    """After SIGTERM the first attempt has recorded its end; the second one started in a new folder."""
+    run, new = tmp_path / "run", tmp_path / "new"
+    write_run(run, 3)
+    events.append(run, "end", status="interrupted", message="ended by SIGTERM")
+    write_run(new, 0)
+    events.resumes(run, new, 1, "restarting the job from its last checkpoint")
+    assert not events.record_folder(new).exists()
+    lock = os.open(run, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert RunRecord(run).status == "running" and RunRecord(run).end == {}
+    os.close(lock)
+    events.append(run, "end", status="complete")
+    assert RunRecord(run).status == "complete"
+
+
 def test_a_run_that_failed_is_shown_with_its_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, 1)
     events.append(tmp_path, "failed", process="rank 1", message="rank 1 of 2 was killed by SIGKILL")

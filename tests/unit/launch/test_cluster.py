@@ -70,6 +70,50 @@ def test_rank_and_size_come_from_the_launcher() -> None:
     assert launchers.detect({}).rank_info({}) is None
 
 
+def test_steps_of_a_slurm_job_differ_in_name_and_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, seen = launchers.LAUNCHERS["slurm"], set()
+    assert isinstance(launcher, ExternalLauncher)
+    for job, step in (("4294967", "0"), ("4294967", "1"), ("4294967", "2"), ("4294968", "0"), ("4294968", "1")):
+        variables = {**SLURM, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step, "SLURM_NODELIST": "head"}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        port = launcher.environment().main_port
+        assert 15000 <= port < 25000
+        seen.add((launcher.job_id(), port))
+    assert len({name for name, _ in seen}) == len({port for _, port in seen}) == 5
+    assert launcher.environment().main_address == "head"
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "second")  # a step on some machines of the job
+    assert launcher.environment().main_address == "second"
+    before = launcher.job_id()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # the requeued job
+    assert launcher.job_id() == before
+
+
+@pytest.mark.parametrize(
+    ("place", "accepted"),
+    [
+        ((3, 4, 1, 2, 1, 2), True),
+        ((1, 3, 1, 2, 0, 2), False),  # 2 and 1
+        ((3, 4, 0, 2, 1, 2), False),  # 3 and 1, where SLURM does not give the number of each machine
+        ((1, 4, 0, 2, 1, 2), False),  # dealt to the machines in turn
+        ((1, 4, 1, 8, 0, 1), True),  # one machine, whose allocation has room for 8
+    ],
+)
+def test_every_machine_has_the_same_number_of_ranks(
+    place: tuple[int, ...], accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = launchers.LAUNCHERS["slurm"]
+    assert isinstance(launcher, ExternalLauncher)
+    for name, number in zip(launcher.variables, place, strict=True):
+        monkeypatch.setenv(name, str(number))
+    if accepted:
+        launcher.check_even()
+        return
+    answer = f"slurm started {place[1]} ranks on 2 machines, and rank {place[0]} is local rank {place[2]} of machine"
+    with pytest.raises(ConfigError, match=answer):
+        launcher.check_even()
+
+
 SPEAKS = """
 from gtrain.launch import launchers
 from gtrain.launch.key_value import KeyValueServer

@@ -23,6 +23,7 @@ from gtrain.errors import CheckpointError, DiskFullError
 from gtrain.graph.store import Store
 from gtrain.model.kg.embedding import KGEmbedding
 from gtrain.nn import Embedding, SparseLinear
+from gtrain.run import runs
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.group import Group
 
@@ -53,6 +54,28 @@ def test_everything_comes_back(tmp_path: Path, model: nn.Module) -> None:
     assert loaded.checkpoint["callbacks"]["path"] == "a/b"
     assert loaded.checkpoint["callbacks"]["number"] == 0.5
     assert torch.equal(loaded.shard["rows"], torch.arange(3))
+
+
+def test_the_run_folder_leads_to_a_checkpoint_in_another_folder(tmp_path: Path, model: nn.Module) -> None:
+    run, last = tmp_path / "run", tmp_path / "run" / "checkpoints" / "last.ckpt"
+
+    def save_in(folder: Path, epoch: int) -> None:
+        path = folder / "last.ckpt"
+        checkpoints.save(Group(), path, content(model) | {"epoch": epoch}, {}, model, run_folder=run)
+
+    for epoch, folder in enumerate(("a", "a", "b")):
+        save_in(tmp_path / folder, epoch)
+        saved = runs.last_checkpoint(run)
+        assert saved is not None and (saved.path, saved.epochs) == (last, epoch + 1)
+        assert last.resolve() == tmp_path / folder / "last.ckpt"
+        assert runs.checkpoint_of(run) == last
+        assert load(last, model).checkpoint["epoch"] == epoch
+    save_in(run / "checkpoints", 3)  # in place of the link
+    assert not last.is_symlink() and load(last, model).checkpoint["epoch"] == 3
+    save_in(tmp_path / "a", 4)  # of another callback
+    assert load(last, model).checkpoint["epoch"] == 3
+    assert [path.name for path in last.parent.iterdir()] == ["last.ckpt"]
+    assert load(tmp_path / "b" / "last.ckpt", model).checkpoint["epoch"] == 2
 
 
 def test_random_numbers_go_on_where_they_stood(tmp_path: Path, model: nn.Module) -> None:

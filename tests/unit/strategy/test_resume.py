@@ -18,30 +18,35 @@ import torch
 from torch import nn
 
 from gtrain.callbacks.checkpoint import RunCheckpoint
+from gtrain.callbacks.metrics_file import MetricsFile
 from gtrain.callbacks.recorder import RunRecorder
 from gtrain.data.planted import PlantedData
+from gtrain.launch import slot
 from gtrain.model.classification import NodeClassifier
 from gtrain.model.decoders import make_decoder
 from gtrain.model.link_predictor import LinkPredictor
 from gtrain.model.networks import sage
 from gtrain.run import runs
 from gtrain.run.runs import how_to_resume
+from gtrain.strategy.counters import Counters
 from gtrain_single.strategy import SingleStrategy
 
 UNPICKLE = {"weights_only": False} if "weights_only" in inspect.signature(pl.Trainer.fit).parameters else {}
 """Lightning 2.6 asks for it; earlier releases have no such argument."""
 
 
-def train(folder: Path, epochs: int, task: str, checkpoint: Path | None = None) -> tuple[pl.Trainer, nn.Module]:
+def train(
+    folder: Path, epochs: int, task: str, checkpoint: Path | None = None, **settings: Any
+) -> tuple[pl.Trainer, nn.Module]:
     pl.seed_everything(0, verbose=False)
     data = PlantedData(
         num_nodes=200, num_edges=1200, num_features=6, num_classes=3, batch_size=60, store=str(folder / "s"), task=task
     )
-    settings = {"hidden_channels": 8, "num_layers": 2, "in_channels": 6}
+    layers = {"hidden_channels": 8, "num_layers": 2, "in_channels": 6}
     model = (
-        NodeClassifier(sage(**settings, out_channels=3), 3)
+        NodeClassifier(sage(**layers, out_channels=3), 3)
         if task == "node"
-        else LinkPredictor(sage(**settings, out_channels=8), make_decoder("dot", 8, None))
+        else LinkPredictor(sage(**layers, out_channels=8), make_decoder("dot", 8, None))
     )
     trainer = pl.Trainer(
         strategy=SingleStrategy(),
@@ -54,6 +59,7 @@ def train(folder: Path, epochs: int, task: str, checkpoint: Path | None = None) 
         enable_progress_bar=False,
         enable_model_summary=False,
         limit_val_batches=0,
+        **settings,
     )
     trainer.fit(model, datamodule=data, ckpt_path=checkpoint, **UNPICKLE)
     return trainer, model
@@ -69,6 +75,38 @@ def test_a_resumed_run_takes_the_batches_of_an_unbroken_one(task: str, tmp_path:
     for name, value in straight.state_dict().items():
         if "loss" not in name:
             torch.testing.assert_close(resumed.state_dict()[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("limit", "batches"),
+    [({}, 4), ({"limit_train_batches": 1}, 2), ({"overfit_batches": 1}, 2), ({"max_steps": 3}, 3)],
+)
+def test_throughput_counts_the_batches_that_were_trained(limit: dict[str, Any], batches: int, tmp_path: Path) -> None:
+    """Of two epochs of two batches each."""
+    recorder = RunRecorder(Counters())
+    train(tmp_path, 2, "node", callbacks=[recorder], **limit)
+    assert recorder.epochs_trained == batches / 2
+    again = RunRecorder(Counters())
+    again.load_restart_state(recorder.restart_state())
+    assert again.epochs_trained == batches / 2
+
+
+@pytest.mark.parametrize("restart", ["attempt", "restarts"])  # of the whole job, or of rank 0 alone
+def test_metrics_up_to_the_checkpoint_outlive_a_restart(
+    restart: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = MetricsFile(tmp_path, "", "")
+    for step in range(3):
+        killed.log_metrics({"train/loss": step / 4}, step)
+    killed.save()
+    monkeypatch.setattr(slot, restart, lambda: 1)
+    restarted = MetricsFile(tmp_path, "", "")
+    restarted.restore(2)
+    restarted.log_metrics({"train/loss": 9.0}, 2)
+    restarted.save()
+    rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
+    assert [dict(zip(rows[0], row, strict=True))["train/loss"] for row in rows[1:]] == ["0.0", "0.25", "9.0"]
 
 
 class Scripted(NodeClassifier):

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from helpers import LIMIT, until
+from lightning.fabric.plugins.environments import LightningEnvironment
 from omegaconf import OmegaConf
 
 from gtrain import __version__
 from gtrain.errors import ConfigError
-from gtrain.launch import settings_check
+from gtrain.launch import job_store, settings_check, slot
 from gtrain.launch.key_value import KeyValueServer, KeyValueStore
 from gtrain.launch.settings_check import check_refused, check_release, check_same, comparable
 from gtrain.launch.sockets import listen_here
@@ -61,6 +62,22 @@ def test_equal_settings_and_other_paths_pass(job: KeyValueStore) -> None:
     check_same(job, 1, "rank 1", {**SETTINGS, "data.path": "edges.txt"})
     check_refused(job, 1)
     check_release(job, "parameter 0")
+
+
+def test_a_rank_compares_with_rank_0_of_its_own_job_of_a_sweep(
+    job: KeyValueStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under another launcher the ranks and the store live as long as the sweep."""
+    monkeypatch.setattr(job_store, "_store", job)
+    monkeypatch.setattr(slot, "_job_number", 0)
+    known = []
+    for lr in ("0.1", "0.2"):
+        slot.count_job()
+        mine = job_store.job_store(LightningEnvironment())
+        known.append(mine.prefixed("gtrain-settings").check(["rank 0"]))
+        for rank in (0, 1):
+            check_same(mine, rank, f"rank {rank}", {**SETTINGS, "model.lr": lr})
+    assert known == [False, False]
 
 
 def test_a_refusal_names_the_key_and_both_values(job: KeyValueStore) -> None:
