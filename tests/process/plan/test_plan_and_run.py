@@ -111,9 +111,33 @@ def test_relational_layers_over_ids_cost_what_is_planned(row: str, tmp_path: Pat
     assert_planned(tmp_path, row, *tables, "model=rgcn", "model.hidden_channels=64")
 
 
+SAMPLED = ("data.batch_size=400", "data.num_neighbors=[10,5]")
+
+
 @pytest.mark.slow
-def test_graphs_on_servers_cost_what_is_planned(tmp_path: Path) -> None:
-    assert_planned(tmp_path, "ps", *DATA, "model=sage", "data.feature_layout=sparse", SERVED)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("model=sage",),
+        ("model=sage", *SAMPLED),
+        ("model=gcn", *SAMPLED, "strategy.servers=1", "strategy.protocol=pull", "data.num_features=1000"),
+    ],
+    ids=["whole graph", "sampled", "sampled, rows fetched"],
+)
+def test_graphs_on_servers_cost_what_is_planned(settings: tuple[str, ...], tmp_path: Path) -> None:
+    assert_planned(tmp_path, "ps", *DATA, *settings, "data.feature_layout=sparse", SERVED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "servers"), [("sage", 2), ("gat", 1)])
+def test_sampled_rows_of_nodes_cost_what_is_planned(model: str, servers: int, tmp_path: Path) -> None:
+    """Learned rows: a step reads those of the nodes of its batch."""
+    draw = random.Random(0).randrange
+    (tmp_path / "edges.tsv").write_text("".join(f"{draw(6000)}\t{draw(6000)}\n" for _ in range(60_000)))
+    (tmp_path / "labels.tsv").write_text("".join(f"{node}\t{node % 4}\n" for node in range(6000)))
+    data = ("data=edges", f"data.path={tmp_path}/edges.tsv", f"data.labels={tmp_path}/labels.tsv")
+    learned = (f"model={model}", "model.learn_features=true", SERVED, f"strategy.servers={servers}")
+    assert_planned(tmp_path, "ps", *data, *learned, *SAMPLED)
 
 
 @pytest.mark.slow
