@@ -111,11 +111,12 @@ class RunCheckpoint(ModelCheckpoint):
         before, folder = self.best_model_path, self.dirpath
         if not before or folder is None or is_address(before) or is_address(folder):
             return
-        if Path(before).parent == Path(folder):
-            return
         own = str(Path(folder, Path(before).name))
         if trainer.is_global_zero:
-            checkpoints.link(Path(before), Path(own))
+            if before != own:
+                checkpoints.link(Path(before), Path(own))
+            if (run := getattr(trainer.strategy, "run_folder", None)) is not None:
+                checkpoints.lead_to(run / "checkpoints" / Path(own).name, Path(own).absolute())
         self.best_model_path = own
         self.best_k_models = {own if path == before else path: score for path, score in self.best_k_models.items()}
         self.kth_best_model_path = own if self.kth_best_model_path == before else self.kth_best_model_path

@@ -6,6 +6,7 @@ serves it, on sockets that the agent bound. Under other launchers, the first pro
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ TIMEOUT_SECONDS = 300.0
 POLL_SECONDS = 1.0
 """How often a process that waits for another reports it."""
 _store: KeyValueStore | None = None
+_inherited: list[KeyValueStore] = []
+"""Connections of the process that forked this one; they stay open, because both processes have them."""
 _address: str | None = None
 _served: list[Any] = []
 """Listeners and servers of the store in the process that serves it; they close when they are collected."""
@@ -118,6 +121,17 @@ def job_store(environment: ClusterEnvironment) -> KeyValueStore:
         _store = KeyValueStore(address, slots.roster().key_file, TIMEOUT_SECONDS, lambda: WaitReport(server))
     number = slots.job_number()
     return _store.prefixed(f"job {number}") if number else _store
+
+
+def _disconnect_child() -> None:
+    """Have a forked child open another connection: it may not use that of its parent."""
+    global _store
+    if _store is not None:
+        _inherited.append(_store)
+        _store = None
+
+
+os.register_at_fork(after_in_child=_disconnect_child)
 
 
 def _name_of_server(environment: ClusterEnvironment) -> str:

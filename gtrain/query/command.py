@@ -112,10 +112,11 @@ def _all_texts(options: Options, texts: list[str], form: str) -> list[str]:
     """Return the questions or names of the command line and of ``input``."""
     if options.input is not None:
         try:
-            text = sys.stdin.read() if options.input == STDIN else Path(options.input).read_text(encoding="utf-8")
-        except OSError as error:
+            text = sys.stdin.read() if options.input == STDIN else Path(options.input).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise ConfigError(
-                f"input={options.input} was set; it cannot be read: {error.strerror}.", hint="name a text file, or -."
+                f"input={options.input} was set; it cannot be read: {reason}.", hint="name a text file in UTF-8, or -."
             ) from error
         texts = [*texts, *filter(None, text.split("\n"))]
     if not texts:

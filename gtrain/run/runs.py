@@ -191,7 +191,7 @@ def newest(runs: Path, *, checkpoint: bool = True) -> Path | None:
 def checkpoint_of(run_dir: Path, names: Iterable[str] = NAMES) -> Path | None:
     """Return the first of these checkpoints that a run has, without the suffix that it has while it is replaced."""
     paths = (run_dir / "checkpoints" / f"{name}.ckpt" for name in names)
-    return next((path for path in paths if path.exists() or path.with_name(f"{path.name}.old").exists()), None)
+    return next((path for path in paths if path.exists() or _replaced(path).exists()), None)
 
 
 class SavedCheckpoint(NamedTuple):
@@ -221,10 +221,16 @@ def last_checkpoint(run_dir: Path) -> SavedCheckpoint | None:
     """Return the checkpoint that an interrupted run resumes from; None if it wrote none."""
     for name in NAMES:
         path = run_dir / "checkpoints" / f"{name}.ckpt"
-        for suffix in ("", ".old"):
-            if (saved := _saved(name, path, path.with_name(path.name + suffix))) is not None:
+        for folder in (path, _replaced(path)):
+            if (saved := _saved(name, path, folder)) is not None:
                 return saved
     return None
+
+
+def _replaced(path: Path) -> Path:
+    """Return where a checkpoint is while another replaces it; that of a link is beside its target."""
+    path = path.readlink() if path.is_symlink() else path
+    return path.with_name(f"{path.name}.old")
 
 
 def _saved(name: str, path: Path, folder: Path) -> SavedCheckpoint | None:

@@ -721,8 +721,13 @@ class GraphStrategy(ParallelStrategy):
         return checkpoints.numbering_of(self.lightning_module, self.data.open_store())
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            checkpoints.remove(str(filepath) if is_address(filepath) else Path(filepath))
+        if not self.is_global_zero:
+            return
+        checkpoints.remove(str(filepath) if is_address(filepath) else Path(filepath))
+        if self.run_folder is not None:
+            pointer = self.run_folder / "checkpoints" / Path(filepath).name
+            if pointer.is_symlink() and not pointer.exists():
+                checkpoints.remove(pointer)
 
 
 def _scaled(loss: Tensor, share: float | Tensor) -> Tensor:

@@ -213,7 +213,7 @@ def _save_local(contents: _Contents, path: Path, sharing: FolderSharing, run_fol
             _write_synced(temporary / MANIFEST, contents.manifest(files=files))
         _swap(temporary, path)
         if run_folder is not None:
-            _link(run_folder / "checkpoints" / path.name, path.absolute())
+            lead_to(run_folder / "checkpoints" / path.name, path.absolute())
     group.barrier()
     sharing.withdraw(temporary)
 
@@ -266,8 +266,13 @@ def _point(pointer: Path, content: Mapping[str, Any]) -> None:
     _swap(temporary, pointer)
 
 
-def _link(pointer: Path, path: Path) -> None:
-    """Make a checkpoint outside of the run's folder known there. Its readers follow the link and copy nothing."""
+def lead_to(pointer: Path, path: Path) -> None:
+    """Make a checkpoint outside of the run's folder known there. Its readers follow the link and copy nothing.
+
+    Args:
+        pointer: the link, in the run's folder.
+        path: of the checkpoint, absolute.
+    """
     if pointer.parent.resolve() == path.parent.resolve() or (pointer.is_symlink() and pointer.readlink() == path):
         return
     if pointer.is_symlink() or followed(pointer) != pointer:
@@ -448,7 +453,8 @@ def find(path: Path) -> Path:
         CheckpointError: ``path`` is not a checkpoint; the message lists those in the same folder.
     """
     if not path.exists():
-        old = path.with_name(path.name + ".old")
+        target = path.readlink() if path.is_symlink() else path
+        old = target.with_name(target.name + ".old")
         if old.exists():
             return old
         names = sorted(p.name for p in path.parent.glob("*.ckpt"))

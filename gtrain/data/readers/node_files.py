@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,12 +202,12 @@ class NumberedNodes:
     labels: Tensor | NumberTable | None
     num_nodes: int | None
 
-    def count(self, edge_nodes: int, limit: int) -> int:
+    def count(self, edge_nodes: int, most: Callable[[int], int]) -> int:
         """Return N: what the files say, else the largest id of the edges and of the table of labels, plus 1.
 
         Args:
             edge_nodes: the largest id of the edges, plus 1.
-            limit: the largest plausible N of a table of labels.
+            most: returns the largest plausible N of a table of so many labels.
 
         Raises:
             DataError: an id exceeds the limit; names the line.
@@ -215,7 +215,7 @@ class NumberedNodes:
         if self.num_nodes is not None or not isinstance(self.labels, NumberTable):
             return self.num_nodes or edge_nodes
         ids = self.labels.columns[0]
-        if (row := first_true(ids >= max(limit, edge_nodes))) is not None:
+        if (row := first_true(ids >= max(most(len(ids)), edge_nodes))) is not None:
             raise DataError(
                 f"{self.labels.path}, line {self.labels.line(row)}: a label for node {ids[row]:.20g}, and the edges "
                 f"name the nodes 0..{edge_nodes - 1}",

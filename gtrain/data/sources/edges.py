@@ -151,7 +151,7 @@ class EdgesData(GraphDataModule[EdgesConfig]):
             nodes = self._node_files.read(self.settings.num_nodes)
             limit = NodeLimit(nodes.num_nodes, self._counted_by(nodes.labels))
             edges = read_edge_list(paths, options, self.store, limit, sets, self.check_negative)
-            num_nodes = nodes.count(edges.num_nodes, most_nodes(edges.num_edges))
+            num_nodes = nodes.count(edges.num_nodes, lambda labels: most_nodes(edges.num_edges + labels))
             x, y = nodes.x, nodes.y(num_nodes)
         names = {"node": edges.names, "relation": edges.relations}
         tensors = {"x": x, "y": y}

@@ -376,7 +376,8 @@ def open_quote(where: str, name: str, value: str, mark: str) -> DataError:
     """Return the error for a text with a tab or a line end, ``mark``, that a double quote has probably let in."""
     return DataError(
         f"{where}: the column {name!r} has a value with {mark} in it: {value[:40]!r}",
-        hint="is a double quote not closed? Write a double quote within a value twice, and the value in double quotes",
+        hint="is a double quote not closed? Write a double quote within a value twice, and the value in double quotes. "
+        f"Values that have {mark} need another format, such as Parquet",
     )
 
 

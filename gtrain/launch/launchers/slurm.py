@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from gtrain.launch.launchers.base import RankInfo
 from gtrain.launch.launchers.external import ExternalLauncher, RankVariables
 from gtrain.launch.slot import LOOPBACK
 
@@ -24,12 +26,24 @@ class Slurm(ExternalLauncher):
     variables = RankVariables(
         *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_NODEID", "SLURM_NNODES")
     )
+    step_variables: ClassVar[Mapping[str, str]] = {
+        "SLURM_STEP_NUM_TASKS": "SLURM_NTASKS",
+        "SLURM_STEP_NUM_NODES": "SLURM_NNODES",
+        "SLURM_STEP_TASKS_PER_NODE": "SLURM_NTASKS_PER_NODE",
+    }
+    """Variables of a step, and those of its job, or of its options, that they take the place of."""
     attempt_variable = "SLURM_RESTART_COUNT"
     job_variables = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
 
     def detect(self, environ: Mapping[str, str] = os.environ) -> bool:
         ranks = "SLURM_NTASKS" in environ and "SLURM_PROCID" in environ
         return ranks and environ.get("SLURM_JOB_NAME") not in _INTERACTIVE
+
+    def rank_info(self, environ: Mapping[str, str] = os.environ) -> RankInfo:
+        """The place in the step, which may have fewer ranks than its job has room for."""
+        step = {job: environ[name] for name, job in self.step_variables.items() if name in environ}
+        # Numbers of ranks are such as 4(x2): 4 on each of 2 machines. Of 4,3 the first is that of not all machines.
+        return super().rank_info({**environ, **{name: re.split(r"[(,]", value)[0] for name, value in step.items()}})
 
     def job_id(self, environ: Mapping[str, str] = os.environ) -> str:
         """One job may run several steps, each a training. A requeued job numbers its steps from 0 again."""
@@ -47,6 +61,6 @@ class Slurm(ExternalLauncher):
 
 
 def _port(environ: Mapping[str, str] = os.environ) -> int:
-    """Return a port that the step shares with no other step of its job, nor with a neighbouring job."""
+    """Return a port that steps of a job, and of jobs with near numbers, hardly ever share."""
     job, step = (int(environ.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return 15000 + (job + 2731 * step) % 10000  # 2731 has no common factor with 10000

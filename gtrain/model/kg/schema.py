@@ -123,17 +123,19 @@ def make_schema(
     return EmbeddingSchema(specs, group_specs, _weights(types, entries, weights))
 
 
-def _entities(types: GraphTypes, dimension: int, entries: Mapping[str, Mapping[str, Any]]) -> tuple[EntitySpec, ...]:
+def _entities(
+    types: GraphTypes, dimension: int, entries: Mapping[str, Mapping[str, Any] | None]
+) -> tuple[EntitySpec, ...]:
     for name, entry in entries.items():
         if name not in types.entities:
             raise ConfigError(
                 f"data.entities names the type {name!r}, and the graph has {', '.join(types.entities)}.",
                 hint="name types of the graph.",
             )
-        _check_keys(f"data.entities.{name}", entry, _ENTITY_KEYS)
+        _check_keys(f"data.entities.{name}", entry or {}, _ENTITY_KEYS)
     specs, first = [], 0
     for name, count in types.entities.items():
-        columns = (entries.get(name) or {}).get("dimension") or dimension
+        columns = _setting(entries.get(name) or {}, "dimension", dimension)
         if columns < 1:
             raise ConfigError(f"data.entities.{name}.dimension={columns} was set.", hint="set 1 or more.")
         specs.append(EntitySpec(name, first, count, int(columns)))

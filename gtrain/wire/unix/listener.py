@@ -168,8 +168,9 @@ class UnixListener(Listener):
                 self._flush(descriptor)
         for stream in self._streams.values():
             stream.close()
-        self._socket.close()
+        # Before the socket closes: a server that waits for that makes a new one at the path.
         if self._path is not None:
             with suppress(OSError):
                 os.unlink(self._path)
+        self._socket.close()
         self._poller.close()

@@ -68,6 +68,7 @@ class Security:
                 file.write(self.text())
             temporary.replace(target)
         except OSError as err:
+            temporary.unlink(missing_ok=True)
             raise ConfigError(
                 f"the key file {target} cannot be written: {err.strerror}",
                 hint="name a file in a writable folder",

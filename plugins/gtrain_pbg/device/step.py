@@ -194,7 +194,8 @@ class PlainStep(DeviceStep):
         super().__init__(recipe, tables, rules, low)
         self._parameters = dict(parameters)
         # One product per relation that occurs, whose number depends on the batch; and one candidate per entity.
-        self.captured = not recipe.all_negs and not (recipe.operator in ("linear", "affine") and recipe.reciprocal)
+        products = recipe.operator in ("linear", "affine") and (recipe.reciprocal or recipe.dura > 0)
+        self.captured = not recipe.all_negs and not products
 
     def __call__(self, batch: BatchTensors, shape: BatchShape, ends: tuple[Ends, Ends], relations: Tensor) -> None:
         recipe, ids = self.recipe, batch.ids.long().view(2, -1)

@@ -317,15 +317,17 @@ class DeviceTables:
         with self.lock:
             self._resident.pop(partition, None)
             number = self._in.pop(partition, None)
-            if number is None:
-                return
-            slot = self._slot.pop(number)
-            self._save(slot, number)
-            # The next partition may be loaded into the slot once this one is neither read nor written back.
-            for event in (slot.used, slot.saved):
-                self._device.load.wait(event)
-        _happened(slot.loaded)
-        _happened(slot.saved)
+            loaded = None
+            if number is not None:
+                slot = self._slot.pop(number)
+                self._save(slot, number)
+                # The next partition may be loaded into the slot once this one is neither read nor written back.
+                for event in (slot.used, slot.saved):
+                    self._device.load.wait(event)
+                loaded = slot.loaded
+        _happened(loaded)
+        # A partition that has lost its slot on the device may still be on its way to the host.
+        self._device.save.synchronize()
 
     def filled(self, partition: int, host: int) -> None:
         """Called when the host has loaded a partition into a slot."""

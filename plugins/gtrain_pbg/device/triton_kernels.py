@@ -176,12 +176,12 @@ def _transform_backward(
     C, M, K, D: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
-    direction = tl.program_id(0)
+    direction = tl.program_id(1)
     W: tl.constexpr = D // 2 if CODE == 3 else D
     column = tl.arange(0, BLOCK)
     inside = column < W
     dtype: tl.constexpr = by_end.dtype.element_ty
-    at = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+    at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     exists = at < C * M
     edge = tl.load(order + at, mask=exists, other=0)
     r = tl.load(relation + edge).to(tl.int64)
@@ -235,7 +235,8 @@ def transform_backward(
 ) -> None:
     """See :func:`gtrain_pbg.device.kernels.transform_backward`."""
     columns = by_end.size(-1)
-    _transform_backward[(2, triton.cdiv(shape.edges, EDGES))](
+    # CUDA allows 65,535 along the second axis.
+    _transform_backward[(triton.cdiv(shape.edges, EDGES), 2)](
         tables[0], tables[1], batch.ids, batch.relation, batch.relation_order, operators.value, operators.gradient,
         by_query, by_end, operators.value.size(1), tables[0].stride(0), shape.chunks, shape.slots, shape.columns,
         columns, code, _block(columns // 2 if code == 3 else columns), EDGES,
@@ -269,10 +270,10 @@ def _update_relations(
     relation, order, starts, distinct, value, state, gradients, rule, relations, width, state_width,
     RULE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    number = tl.program_id(1)
+    number = tl.program_id(0)
     if number < tl.load(distinct):
         r = tl.load(relation + tl.load(order + tl.load(starts + number))).to(tl.int64)
-        row = tl.program_id(0) * relations + r
+        row = tl.program_id(1) * relations + r
         column = tl.arange(0, BLOCK)
         mask = column < width
         gradient = tl.load(gradients + row * width + column, mask=mask, other=0.0)
@@ -284,7 +285,7 @@ def _update_relations(
 def update_relations(batch: BatchTensors, operators: Any, rule: Tensor, name: int) -> None:
     """See :func:`gtrain_pbg.device.kernels.update_relations`."""
     parameters, relations, width = operators.value.shape
-    _update_relations[(parameters, batch.relation_starts.size(-1) - 1)](
+    _update_relations[(batch.relation_starts.size(-1) - 1, parameters)](
         batch.relation, batch.relation_order, batch.relation_starts, batch.relation_distinct, operators.value,
         operators.state, operators.gradient, rule, relations, width, operators.state.size(2), name, _block(width),
     )  # fmt: skip

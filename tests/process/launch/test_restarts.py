@@ -68,6 +68,10 @@ def test_checkpoints_in_another_folder_are_found_by_that_of_the_run(tmp_path: Pa
     ok(gtrain("test", "run=run", trusted, "hydra.run.dir=test", cwd=tmp_path))
     metrics = [summary(tmp_path / run)["metrics"]["test/loss"] for run in ("run", "test")]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
+    # Whether its best epoch is its only one, or one of the run that it goes on from.
+    more = (*JOBS["single"], "run=run", "trainer.max_epochs=6", "callbacks.checkpoint.dirpath=other")
+    ok(gtrain(*more, trusted, "hydra.run.dir=more", cwd=tmp_path))
+    assert (tmp_path / "more" / "checkpoints" / "best.ckpt").resolve() == tmp_path / "other" / "best.ckpt"
 
 
 def by_torchrun(folder: Path, attempt: int) -> dict[str, str]:

@@ -275,6 +275,8 @@ def test_types_that_never_meet_may_differ_in_dimension() -> None:
         typed_model(entities={"b": {"dimension": 2}})
     with pytest.raises(ConfigError, match=r"dimension=5 with model.operator=complex_diagonal: 5 / 2 = 2\.5"):
         KGEmbedding(9, 2, dimension=6, entities={"b": {"dimension": 5}}, **apart)  # type: ignore[arg-type]
+    empty = KGEmbedding(9, 2, dimension=6, entities={"a": None, "b": {}}, **apart)  # type: ignore[arg-type,dict-item]
+    assert empty.dimensions == {"a": 6, "b": 6}
 
 
 @pytest.mark.parametrize(
@@ -282,6 +284,7 @@ def test_types_that_never_meet_may_differ_in_dimension() -> None:
     [
         ({"entities": {"c": {}}}, "names the type 'c', and the graph has a, b"),
         ({"entities": {"a": {"dim": 3}}}, "data.entities.a has 'dim'"),
+        ({"entities": {"a": {"dimension": 0}}}, "data.entities.a.dimension=0 was set"),
         (
             {"relations": [{"name": "w", "weight": 1.0}, {"name": "w", "weight": 2.0}]},
             "data.relations has two entries for 'w'",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gtrain.data import module
-from gtrain.data.module import GraphDataModule, training_of
+from gtrain.data.module import GraphDataModule, training_of, without
 from gtrain.data.sources.libsvm import LibsvmData
 from gtrain.data.sources.parquet import ParquetData
 from gtrain.data.sources.tables import TablesData
@@ -90,6 +91,21 @@ def test_other_rows_of_equal_size_are_not_those_of_the_training(tmp_path: Path) 
     earlier = {name: value for name, value in training.items() if name != "checksums"}
     sources["other"].follow(earlier)
     assert sources["other"].trained is None, "a checkpoint without checksums"
+
+
+def test_a_checkpoint_of_an_earlier_release_knows_its_tables(tmp_path: Path) -> None:
+    """It did not record how the text of tables is read."""
+    (tmp_path / "rows.csv").write_text("id;x;y\n" + "".join(f"{i};{10 + i};{i % 2}\n" for i in range(8)))
+    table = {"path": "rows.csv", "label": "y", "separator": ";"}
+    source = TablesData(nodes=table, root=str(tmp_path), store=str(tmp_path / "stores"))
+    source.prepare_data()
+    training = training_of(source.open_store())
+    assert "reading" in json.dumps(training["graph"])
+    source.follow({**training, "graph": without(training["graph"], "reading")})
+    assert source.applied, "a checkpoint of this release"
+    earlier = {name: value for name, value in training.items() if name != "checksums"}
+    source.follow({**earlier, "graph": without(training["graph"], "reading")})
+    assert source.trained is None and not source.applied
 
 
 def test_a_checksum_of_a_large_file_is_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

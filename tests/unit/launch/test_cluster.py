@@ -89,6 +89,16 @@ def test_steps_of_a_slurm_job_differ_in_name_and_port(monkeypatch: pytest.Monkey
     assert launcher.job_id() == before
 
 
+@pytest.mark.parametrize(("tasks", "size", "accepted"), [("4(x2)", "8", True), ("4,3", "7", False)])
+def test_a_slurm_step_has_fewer_ranks_than_its_job(tasks: str, size: str, accepted: bool) -> None:
+    """The job has 3 machines, and asks for 8 ranks on each."""
+    step = {"SLURM_STEP_NUM_TASKS": size, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": tasks}
+    place = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NNODES": "3"}
+    info = launchers.LAUNCHERS["slurm"].rank_info({**place, **step, "SLURM_NTASKS": "24", "SLURM_NTASKS_PER_NODE": "8"})
+    assert info == RankInfo(5, int(size), 1, 4, 1, 2)
+    assert (info.machines * info.local_size == info.size) == accepted
+
+
 @pytest.mark.parametrize(
     ("place", "accepted"),
     [

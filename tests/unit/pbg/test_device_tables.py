@@ -81,6 +81,20 @@ def test_what_a_device_changes_arrives_in_memory_and_files(host: int, slots: int
     assert torch.equal(again.tables[0].fetch(torch.arange(ROWS)), expected)
 
 
+def test_the_host_evicts_no_partition_that_is_on_its_way_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that has lost its slot on a device with fewer slots than the host."""
+    tables = make_tables(tmp_path, 3, ROWS, PARTS)
+    device, waits = Device(torch.device("cpu")), []
+    copies = on_device(tables, 2, device)
+    for visit in tables.buffer.plan([((0, 1), 0), ((0, 2), 0)]):
+        copies.begin(visit)
+        copies.trained(visit)
+    assert copies.saves == 1 and 1 not in copies._in
+    monkeypatch.setattr(device.save, "synchronize", lambda: waits.append(1))
+    copies.evicting(1)
+    assert waits
+
+
 def test_a_partition_stays_while_it_is_used_and_the_next_one_is_loaded_ahead(tmp_path: Path) -> None:
     tables = make_tables(tmp_path, PARTS, ROWS, PARTS)
     copies = on_device(tables, 3)

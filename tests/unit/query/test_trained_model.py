@@ -23,7 +23,7 @@ from gtrain.model.kg.embedding import KGEmbedding
 from gtrain.model.kg.scores import COMPARATORS, OPERATORS
 from gtrain.nn import tables
 from gtrain.query import known
-from gtrain.query.command import NeighborOptions, take_options
+from gtrain.query.command import NeighborOptions, _all_texts, take_options
 from gtrain.query.index import NeighborIndex, num_groups
 from gtrain.query.model import TrainedModel
 from gtrain.query.opening import OpenedRun
@@ -302,3 +302,11 @@ def test_names_with_equal_signs_are_names() -> None:
         take_options(["a"], NeighborOptions, "neighbors")
     assert Question.parse('"a, b", r ,?') == Question("a, b", "r ", None)
     assert Question.parse("?,b") == Question(None, None, "b")
+
+
+def test_questions_of_a_file_are_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfann\nbob\n")
+    (tmp_path / "latin").write_bytes("Jos\xe9\n".encode("latin-1"))
+    assert _all_texts(NeighborOptions(input=str(tmp_path / "marked")), [], "neighbors NAME") == ["ann", "bob"]
+    with pytest.raises(ConfigError, match="it cannot be read: it is not UTF-8"):
+        _all_texts(NeighborOptions(input=str(tmp_path / "latin")), [], "neighbors NAME")

@@ -8,6 +8,7 @@ import os
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from gtrain.model.kg.embedding import KGEmbedding
 from gtrain.nn import Embedding, SparseLinear
 from gtrain.run import runs
 from gtrain.strategy import checkpoint as checkpoints
+from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
 
 
@@ -70,6 +72,18 @@ def test_the_run_folder_leads_to_a_checkpoint_in_another_folder(tmp_path: Path, 
         assert last.resolve() == tmp_path / folder / "last.ckpt"
         assert runs.checkpoint_of(run) == last
         assert load(last, model).checkpoint["epoch"] == epoch
+    target = tmp_path / "b" / "last.ckpt"
+    target.rename(target.with_name("last.ckpt.old"))  # a kill between the renames of a replacement
+    saved = runs.last_checkpoint(run)
+    assert saved is not None and saved.epochs == 3 and runs.checkpoint_of(run) == last
+    assert load(last, model).checkpoint["epoch"] == 2
+    target.with_name("last.ckpt.old").rename(target)
+    strategy: Any = SimpleNamespace(is_global_zero=True, run_folder=run)
+    GraphStrategy.remove_checkpoint(strategy, tmp_path / "a" / "last.ckpt")
+    assert last.exists()
+    GraphStrategy.remove_checkpoint(strategy, target)
+    assert not last.is_symlink()
+    save_in(tmp_path / "b", 2)
     save_in(run / "checkpoints", 3)  # in place of the link
     assert not last.is_symlink() and load(last, model).checkpoint["epoch"] == 3
     save_in(tmp_path / "a", 4)  # of another callback
