@@ -8,13 +8,25 @@ from __future__ import annotations
 from gtrain.engine.fused_layers import costs_less_first
 from gtrain.plan import layers, typed_layers
 from gtrain.plan.batches import MeanBatch
-from gtrain.plan.estimate import MEMORY, Estimate, PlannedRun
+from gtrain.plan.estimate import BANDWIDTH, MEMORY, Estimate, PlannedRun
 from gtrain.plan.workload import ATTENTION, Layer
 
 KEPT = 1.5
 """Memory that the C library keeps for the next batch, in parts of what a batch allocates."""
 KEPT_TYPED, KEPT_OF_EDGES = 2.5, 4
 """The same with many tensors whose sizes change from batch to batch, and with values of edges."""
+
+
+def add_sampling(estimate: Estimate, run: PlannedRun, batch: MeanBatch, steps: int) -> None:
+    """Add the time in which batches are drawn and their rows are gathered."""
+    estimate.add(
+        BANDWIDTH, "sampling", "edges * steps / (cores * sampling)",
+        edges=sum(batch.edges), steps=steps, cores=run.cores, sampling=run.machine.sampling,
+    )  # fmt: skip
+    estimate.add(
+        BANDWIDTH, "rows of batches", "2 * bytes * steps / gather",
+        bytes=batch.row_bytes, steps=steps, gather=run.gather,
+    )  # fmt: skip
 
 
 def add_layers(estimate: Estimate, run: PlannedRun, batch: MeanBatch, steps: int, *, trimmed: bool = True) -> None:

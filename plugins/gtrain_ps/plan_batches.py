@@ -1,4 +1,4 @@
-"""The mean batches of a worker, for the formulas of :mod:`gtrain_ps.plan`: nodes, and entries of sparse features."""
+"""The mean batches of a worker, which :mod:`gtrain_ps.plan` reads: nodes, and entries of sparse features."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from gtrain_ps.plan_products import (
 _SERVER_BUFFERS = 2e7  # bytes of a server's compiled kernels, and of the wire's buffers
 _KEPT = 2  # memory that the C library keeps, in parts of what a batch allocates: sizes change from batch to batch
 _ROWS = 4  # copies of the rows of a table: parts of the servers, all of them, those of the nodes, gradients
-_GROWN = 3  # a slot of the replay buffer: that of the first step and, for a larger step, one of twice the size
+_GROWN = 3  # a slot of the replay buffer: that of the first step, and one of twice the size that a larger step takes
 _CHOSEN, _SORTED = 28, 5  # bytes to choose an entry from the graph's features, and to sort it by server
 
 
@@ -51,14 +51,7 @@ def add_sampled(estimate: Estimate, run: PlannedRun, wire: Wire) -> None:
         estimate.add(MEMORY, "kernels and buffers", "buffers", buffers=BUFFERS)
         batch_layers.add_layers(estimate, run, batch, steps, trimmed=_trims(run, batch))
     layers.add_step_time(estimate, run, steps)
-    estimate.add(
-        BANDWIDTH, "sampling", "edges * steps / (cores * sampling)",
-        edges=sum(batch.edges), steps=steps, cores=run.cores, sampling=run.machine.sampling,
-    )  # fmt: skip
-    estimate.add(
-        BANDWIDTH, "rows of batches", "2 * bytes * steps / gather",
-        bytes=batch.row_bytes, steps=steps, gather=run.gather,
-    )  # fmt: skip
+    batch_layers.add_sampling(estimate, run, batch, steps)
     for table in work.tables:
         if table.by_node:
             _add_looked_up(estimate, run, table, batches, wire)

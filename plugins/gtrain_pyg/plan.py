@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from gtrain.plan import batch_layers, layers, typed_layers, wide
 from gtrain.plan.batches import fan_out_of
-from gtrain.plan.estimate import BANDWIDTH, MEMORY, NETWORK, SENT, Estimate, NotEstimated, PlannedRun, Planner
+from gtrain.plan.estimate import MEMORY, NETWORK, SENT, Estimate, NotEstimated, PlannedRun, Planner
 from gtrain_pyg.plan_batches import RankBatch, mean_batch
 
 _HIDDEN = 0.8  # of the transfers, which are a batch ahead
@@ -45,14 +45,7 @@ class PygPlanner(Planner):
         if work.task == "link":
             layers.add_scored_edges(estimate, run, seeds / run.ranks, run.ranks, steps)
             estimate.assumptions.append("the batches in which validation encodes all nodes take no more memory")
-        estimate.add(
-            BANDWIDTH, "sampling", "edges * steps / (cores * sampling)",
-            edges=sum(batch.edges), steps=steps, cores=run.cores, sampling=run.machine.sampling,
-        )  # fmt: skip
-        estimate.add(
-            BANDWIDTH, "rows of batches", "2 * bytes * steps / gather",
-            bytes=batch.row_bytes, steps=steps, gather=run.gather,
-        )  # fmt: skip
+        batch_layers.add_sampling(estimate, run, batch, steps)
         if run.ranks > 1:
             self._add_bytes(estimate, run, batch, steps)
         return estimate

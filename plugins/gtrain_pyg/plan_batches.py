@@ -1,4 +1,4 @@
-"""The mean batch of a rank, for the formulas of :mod:`gtrain_pyg.plan`, with what it requests from other ranks.
+"""The mean batch of a rank, which :mod:`gtrain_pyg.plan` reads, with what it requests from other ranks.
 
 A homogeneous graph has the node type ``node``.
 """

@@ -207,7 +207,7 @@ class NumberedNodes:
 
         Args:
             edge_nodes: the largest id of the edges, plus 1.
-            most: returns the largest plausible N of a table of so many labels.
+            most: returns the largest plausible N, given the number of labels.
 
         Raises:
             DataError: an id exceeds the limit; names the line.

@@ -12,11 +12,10 @@ from helpers import some_slow
 from torch import Tensor
 from unit.pbg.test_step import (
     COMPARATORS,
-    DURA,
+    EDGE_LOSSES,
     LOSSES,
     NODES,
     OPERATORS,
-    RELATION_PREDICTION,
     VARIANTS,
     Fused,
     Reference,
@@ -160,14 +159,14 @@ def test_an_edges_own_ends_are_negatives(loss: str, apart: bool) -> None:
 @pytest.mark.parametrize("operator", ["diagonal", "linear", "complex_diagonal"])
 @pytest.mark.parametrize("reciprocal", [True, False], ids=["reciprocal", "static"])
 def test_dura_trains_as_autograd_does(reciprocal: bool, operator: str) -> None:
-    for more in DURA.values():
+    for more in EDGE_LOSSES.values():
         compare(2, 1e-10, plain=True, operator=operator, reciprocal=reciprocal, dura=0.3, **more)
 
 
 @pytest.mark.parametrize("operator", ["translation", "diagonal", "complex_diagonal"])
 @pytest.mark.parametrize("reciprocal", [True, False], ids=["reciprocal", "static"])
 def test_relation_prediction_trains_as_autograd_does(reciprocal: bool, operator: str) -> None:
-    for more in RELATION_PREDICTION.values():
+    for more in EDGE_LOSSES.values():
         settings = {"operator": operator, "reciprocal": reciprocal, "relation_prediction": 0.7, **more}
         compare(2, 1e-10, plain=True, **settings)
 

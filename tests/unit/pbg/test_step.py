@@ -218,7 +218,7 @@ def test_an_edges_own_ends_are_negatives(loss: str, operator: str, apart: bool) 
     compare(2, 1e-10, plain=True, loss=loss, operator=operator, self_negs=True, **more)
 
 
-DURA: dict[str, dict[str, Any]] = {
+EDGE_LOSSES: dict[str, dict[str, Any]] = {
     "alone": {},
     "with all": {"n3": 0.05, "all_negs": True, "bias": True, "weighted": True, "relation_weight": [0.5, 2.0, 1.0]},
     "with uniform": {"num_batch_negs": 0, "global_emb": True, "max_norm": 0.9, "head_negs": False},
@@ -227,26 +227,19 @@ DURA: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("operator", ["diagonal", "linear", "complex_diagonal"])
 @pytest.mark.parametrize("reciprocal", [True, False], ids=["reciprocal", "static"])
-@pytest.mark.parametrize("variant", DURA)
+@pytest.mark.parametrize("variant", EDGE_LOSSES)
 def test_dura_trains_as_autograd_does(variant: str, reciprocal: bool, operator: str) -> None:
-    compare(2, 1e-10, plain=True, operator=operator, reciprocal=reciprocal, dura=0.3, **DURA[variant])
-
-
-RELATION_PREDICTION: dict[str, dict[str, Any]] = {
-    "alone": {},
-    "with all": {"n3": 0.05, "all_negs": True, "bias": True, "weighted": True, "relation_weight": [0.5, 2.0, 1.0]},
-    "with uniform": {"num_batch_negs": 0, "global_emb": True, "max_norm": 0.9, "head_negs": False},
-}
+    compare(2, 1e-10, plain=True, operator=operator, reciprocal=reciprocal, dura=0.3, **EDGE_LOSSES[variant])
 
 
 @pytest.mark.parametrize("operator", ["translation", "diagonal", "complex_diagonal"])
 @pytest.mark.parametrize("reciprocal", [True, False], ids=["reciprocal", "static"])
-@pytest.mark.parametrize("variant", RELATION_PREDICTION)
+@pytest.mark.parametrize("variant", EDGE_LOSSES)
 def test_relation_prediction_trains_as_autograd_does(variant: str, reciprocal: bool, operator: str) -> None:
     """Also with Adagrad, which changes the relations that no edge of the batch has."""
     settings = {"operator": operator, "reciprocal": reciprocal, "relation_prediction": 0.7}
-    compare(2, 1e-10, plain=True, **settings, **RELATION_PREDICTION[variant])
-    compare(5, 1e-8, count=2, **settings, **RELATION_PREDICTION[variant])
+    compare(2, 1e-10, plain=True, **settings, **EDGE_LOSSES[variant])
+    compare(5, 1e-8, count=2, **settings, **EDGE_LOSSES[variant])
 
 
 @pytest.mark.parametrize("count", [1, 5, 6, 7, 12, 13])
