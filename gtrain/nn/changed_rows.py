@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -29,10 +30,10 @@ from gtrain.nn.table import BLOCK_ROWS, INIT_ROWS, TableSpec, tables
 KEY = "@changed_rows"
 LEAST_BYTES = 1 << 20
 """Smaller tensors are stored as they are."""
-_MOST_CHANGED = 0.5
+MOST_CHANGED = 0.5
+"""Tensors of which this share of the rows has changed, or more, are stored as they are."""
 _SAMPLED_BLOCKS = 16
 _SAMPLED_NUMBERS = 1001
-_FIELDS = ("name", "rows", "dim", "ids", "init", "scale", "seed")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -81,6 +82,21 @@ def pieces(value: Any) -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.arange(begin, end), _rows(value[KEY], begin, end) if is_compact(value) else value[begin:end]
 
 
+def check_initial(table: TableSpec, first: Tensor) -> None:
+    """Warn if this machine computes other initial rows than the one that wrote a checkpoint.
+
+    Args:
+        table: the table.
+        first: its initial row 0 on that machine, float32 ``[d]``.
+    """
+    if bool(_differ(table.initial(0, 1), first.unsqueeze(0))):
+        warnings.warn(
+            f"this machine or release of torch computes initial rows of the table {table.name} that differ in the "
+            "last digits from those of the checkpoint's machine: rows that training has not changed have them.",
+            stacklevel=2,
+        )
+
+
 def _compact_weight(weight: Tensor, table: TableSpec) -> Any:
     if weight.nbytes < LEAST_BYTES or tuple(weight.shape) != (table.rows, table.dim):
         return weight  # rows that are stored elsewhere are not here
@@ -90,11 +106,10 @@ def _compact_weight(weight: Tensor, table: TableSpec) -> Any:
 
     starts = range(0, table.rows, INIT_ROWS)
     sample = starts[:: max(1, len(starts) // _SAMPLED_BLOCKS)]
-    if _share(changed(begin, min(begin + INIT_ROWS, table.rows)) for begin in sample) >= _MOST_CHANGED:
+    if _share(changed(begin, min(begin + INIT_ROWS, table.rows)) for begin in sample) >= MOST_CHANGED:
         return weight
     flags = torch.cat([changed(begin, min(begin + INIT_ROWS, table.rows)) for begin in starts])
-    initial = {name: getattr(table, name) for name in _FIELDS}
-    return _entry(weight, flags, fill=None, initial=initial, first=table.initial(0, 1)[0].clone())
+    return _entry(weight, flags, fill=None, initial=asdict(table), first=table.initial(0, 1)[0].clone())
 
 
 def _compact_state(tensor: Tensor, rows: set[int]) -> Any:
@@ -109,7 +124,7 @@ def _compact_state(tensor: Tensor, rows: set[int]) -> Any:
 
 def _entry(tensor: Tensor, changed: Tensor, **values: Any) -> Any:
     """Return the entry of a tensor, given which of its rows to store; the tensor if these are most of them."""
-    if _share([changed]) >= _MOST_CHANGED:
+    if _share([changed]) >= MOST_CHANGED:
         return tensor
     ids = changed.nonzero().flatten()
     rows = tensor.detach()[ids.to(tensor.device)].cpu()
@@ -131,13 +146,7 @@ def _rows(entry: Mapping[str, Any], begin: int, end: int) -> Tensor:
 def _whole(entry: Mapping[str, Any]) -> Tensor:
     """Return the tensor that an entry stands for."""
     if entry["initial"] is not None:
-        table = TableSpec(**entry["initial"])
-        if bool(_differ(table.initial(0, 1), entry["first"].unsqueeze(0))):
-            warnings.warn(
-                f"this machine or release of torch computes initial rows of the table {table.name} that differ in the "
-                "last digits from those of the checkpoint's machine: rows that training has not changed have them.",
-                stacklevel=2,
-            )
+        check_initial(TableSpec(**entry["initial"]), entry["first"])
     out = torch.empty(entry["shape"], dtype=entry["dtype"])
     for begin in range(0, len(out), BLOCK_ROWS):
         out[begin : begin + BLOCK_ROWS] = _rows(entry, begin, min(begin + BLOCK_ROWS, len(out)))

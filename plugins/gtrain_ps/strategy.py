@@ -354,7 +354,8 @@ class PsStrategy(RestartingStrategy):
                 for server in self._assigned_servers:
                     block = table.blocks[server]
                     tensors = block.tensors if self.fitting else {"rows": block.tensors["rows"]}
-                    served.write_block(server, block.rule if self.fitting else None, tensors)
+                    rule = block.rule if self.fitting else None
+                    served.write_block(server, rule, tensors, block.positions, block.initial)
             elif self.fitting:
                 raise CheckpointError(
                     f"ckpt_path={folder}: the checkpoint's table {name} has the placement "

@@ -52,12 +52,16 @@ class Block:
         width: d.
         dtype: float32 or float64.
         memory: holds the rows and the optimizer state; persistent memory has those of the process before a restart.
+
+    Attributes:
+        changed: rows that differ from the initial ones, or may, uint8 ``[n]``.
     """
 
     def __init__(self, name: str, height: int, width: int, dtype: torch.dtype, memory: ServerMemory) -> None:
         self.name, self.height, self.width = name, height, width
         self._memory = memory
         self.table = memory.tensor(f"{name}/rows", (height, width), dtype)
+        self.changed = memory.tensor(f"{name}/changed", (height,), torch.uint8)
         self._rows = self.table.numpy()
         self._multiply, self._update = product_kernel(self._rows), update_kernel(self._rows)
         self.rule: Rule | None = None
@@ -146,15 +150,41 @@ class Block:
             )
         self.rule = RULES[rule]
         note = f"{self.name}/rule"
-        is_new, initial = note not in self._memory.notes, float(settings.get("initial_accumulator", 0.0))
+        is_new = note not in self._memory.notes
         for name, wide in self.rule.state.items():
             shape = (self.height, self.width) if wide else (self.height,)
             self.state[name] = self._memory.tensor(f"{self.name}/{name}", shape, self.table.dtype)
-            if is_new and name == "sum" and initial:
-                self.state[name].fill_(initial)
         self._state = tuple(tensor.numpy() for tensor in self.state.values())
         if is_new:
+            self._fill_state(float(settings.get("initial_accumulator", 0.0)))
             self._memory.set_note(note, rule)
+
+    def reset(self, rule: str | None, accumulator: float) -> None:
+        """Note that the rows are initial ones, and set the optimizer state of a rule to its initial value.
+
+        Args:
+            rule: the rule; None: the state is not changed.
+            accumulator: initial value of the state called ``sum``.
+
+        Raises:
+            ConfigError: the block has the state of another rule.
+        """
+        if rule is not None:
+            self.set_rule(rule, {})
+            for tensor in self.state.values():
+                tensor.zero_()
+            self._fill_state(accumulator)
+        self.changed.zero_()
+
+    @property
+    def accumulator(self) -> float:
+        """Initial value of the optimizer state called ``sum``."""
+        return float(self._memory.notes.get(f"{self.name}/accumulator", 0.0))
+
+    def _fill_state(self, accumulator: float) -> None:
+        if "sum" in self.state and accumulator:
+            self.state["sum"].fill_(accumulator)
+        self._memory.set_note(f"{self.name}/accumulator", accumulator)
 
     def update(self, grouped: GroupedEntries, gradient: Tensor, settings: Mapping[str, Any], step: int) -> None:
         """Apply one step, or the rest of a step that was interrupted.
@@ -170,6 +200,7 @@ class Block:
         if self.progress.marker[STEP] != step:
             self.progress.start_step(step)
         rule = rule_of(self.rule.name, settings)
+        self.changed.numpy()[grouped.unique[: grouped.num_ids]] = 1
         self._update(rule, grouped, gradient.numpy(), self._rows, self._state, self.progress)
         if self.progress.safe:
             # Trailing rows without a gradient have not advanced the marker.

@@ -27,7 +27,7 @@ from gtrain_ps.server.requests import Commit, FutureReply, ProductRequest
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 METHODS = (
-    *("open", "multiply", "commit", "read", "write", "read_state", "write_state", "status"),
+    *("open", "multiply", "commit", "read", "write", "read_state", "write_state", "reset", "status"),
     *("gather", "passed", "come_back", "recall", "sum", "waiting", "end"),
 )
 """Methods of the service; the journal stores their names."""
@@ -108,7 +108,7 @@ class ParameterService:
                 return Message({"version": version, "new": version == 0})
             block = self._create_block(key, placement, dtype)
             placement.fill_initial(table, self.server, block.table)
-            note = {"placement": fields["placement"], "dtype": fields["dtype"]}
+            note = {"placement": fields["placement"], "dtype": fields["dtype"], "initial": fields["table"]}
             memory.set_note("tables", {**memory.notes.get("tables", {}), key: note})
             return Message({"version": version, "new": True})
 
@@ -148,10 +148,12 @@ class ParameterService:
         return self.engine.commit(commit)
 
     def read(self, message: Message, caller: Caller) -> FutureReply:
-        """Read rows of a block as they are after ``step`` steps. Fields: ``key``, ``begin``, ``end``, ``step``."""
-        fields = message.fields
-        block, rows = self._block(fields["key"]), slice(fields["begin"], fields["end"])
-        return self.engine.after(fields["step"], lambda: Message({}, [block.table[rows].clone()]))
+        """Read rows of a block as they are after ``step`` steps. Fields: ``key``, ``begin``, ``end``, ``step``.
+
+        Tensors: the rows' positions in the block, unless they are those from ``begin`` to ``end``.
+        """
+        block, rows = self._block(message.fields["key"]), _positions(message, 0)
+        return self.engine.after(message.fields["step"], lambda: Message({}, [block.table[rows].clone()]))
 
     def write(self, message: Message, caller: Caller) -> FutureReply:
         """Overwrite rows of a block as it is after ``step`` steps. Fields: ``key``, ``begin``, ``step``.
@@ -160,29 +162,34 @@ class ParameterService:
         may repeat the request when the block has been trained further: it then has no effect.
         """
         fields, rows = message.fields, message.tensors[0]
-        block, begin = self._block(fields["key"]), fields["begin"]
-        positions = message.tensors[1] if len(message.tensors) > 1 else slice(begin, begin + len(rows))
+        block, positions = self._block(fields["key"]), _positions(message, 1)
 
         def write() -> None:
             # A repeated request must not overwrite rows that were trained since.
             if self.engine.version == fields["step"]:
                 block.table[positions] = rows
+                block.changed[positions] = 1
 
         return self.engine.after(fields["step"], write, ("write", 0, fields, message.tensors))
 
     def read_state(self, message: Message, caller: Caller) -> FutureReply:
-        """Read part of a tensor of the optimizer state. Fields: ``key``, ``name``, ``begin``, ``end``, ``step``.
+        """Read part of a tensor of the optimizer state, as :meth:`read` does. Fields: also ``name``.
 
-        With ``name`` None, the reply has the name of the rule and the names of its tensors.
+        The name ``changed`` stands for the flags of changed rows, uint8. With ``name`` None, the reply has the name of
+        the rule, the names of its tensors, the number of changed rows, and what the other rows are: fields of a
+        TableSpec (None in the state of an earlier version), and the initial value of the tensor ``sum``.
         """
         fields = message.fields
-        block = self._block(fields["key"])
+        block, rows = self._block(fields["key"]), _positions(message, 0)
 
         def read() -> Message:
             if fields["name"] is None:
-                rule = block.rule
-                return Message({"rule": rule and rule.name, "names": [] if rule is None else list(rule.state)})
-            return Message({}, [block.state[fields["name"]][fields["begin"] : fields["end"]].clone()])
+                rule, note = block.rule, self.engine.memory.notes["tables"][fields["key"]]
+                content = {"rule": rule and rule.name, "names": [] if rule is None else list(rule.state)}
+                others = {"initial": note.get("initial"), "accumulator": block.accumulator}
+                return Message({**content, **others, "changed": int(block.changed.count_nonzero())})
+            tensor = block.changed if fields["name"] == "changed" else block.state[fields["name"]]
+            return Message({}, [tensor[rows].clone()])
 
         return self.engine.after(fields["step"], read)
 
@@ -196,9 +203,28 @@ class ParameterService:
                 return
             block.set_rule(fields["rule"], {})
             if tensors:
-                block.state[fields["name"]][fields["begin"] : fields["begin"] + len(tensors[0])] = tensors[0]
+                block.state[fields["name"]][_positions(message, 1)] = tensors[0]
 
         return self.engine.after(fields["step"], write, ("write_state", 0, fields, tensors))
+
+    def reset(self, message: Message, caller: Caller) -> FutureReply:
+        """Set a block to initial rows, and its optimizer state to initial values, before :meth:`write`.
+
+        Fields: ``key``, ``table`` (TableSpec's fields), ``rule`` (None: the state is not changed), ``accumulator``
+        (initial value of the state called ``sum``), ``step``.
+        """
+        fields, memory = message.fields, self.engine.memory
+        key, block = fields["key"], self._block(fields["key"])
+
+        def reset() -> None:
+            if self.engine.version != fields["step"]:
+                return
+            block.reset(fields["rule"], fields["accumulator"])
+            self._placements[key].fill_initial(TableSpec(**fields["table"]), self.server, block.table)
+            notes = memory.notes["tables"]
+            memory.set_note("tables", {**notes, key: {**notes[key], "initial": fields["table"]}})
+
+        return self.engine.after(fields["step"], reset, ("reset", 0, fields, ()))
 
     def status(self, message: Message, caller: Caller) -> Message:
         """Return the number of steps applied, and the counts of missed steps."""
@@ -270,6 +296,14 @@ class ParameterService:
         if key not in self.engine.blocks:
             raise ConfigError(f"parameter {self.server} has no table {key}.", hint="open it first.")
         return self.engine.blocks[key]
+
+
+def _positions(message: Message, index: int) -> Tensor | slice:
+    """Return which rows of a block a message reads or writes: the tensor of this index, or consecutive rows."""
+    tensors, begin = message.tensors, message.fields["begin"]
+    if len(tensors) > index:
+        return tensors[index].long()
+    return slice(begin, message.fields["end"] if index == 0 else begin + len(tensors[0]))
 
 
 def _rank(caller: Caller) -> int:

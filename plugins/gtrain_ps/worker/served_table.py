@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,36 @@ class PendingProduct:
     begin: list[int]
 
 
+@dataclass(frozen=True)
+class InitialBlock:
+    """What the rows of a block are that were never changed.
+
+    Attributes:
+        table: the fields of the :class:`.TableSpec` of the initial rows.
+        accumulator: initial value of the optimizer state called ``sum``; that of the others is 0.
+    """
+
+    table: Mapping[str, Any]
+    accumulator: float
+
+
+@dataclass(frozen=True)
+class BlockDescription:
+    """What a server's block consists of.
+
+    Attributes:
+        rule: the optimizer's name; None before the first update.
+        shapes: of ``rows`` and the optimizer's state.
+        changed: number of rows that were changed.
+        initial: the other rows; None if they are not known.
+    """
+
+    rule: str | None
+    shapes: Mapping[str, tuple[int, ...]]
+    changed: int
+    initial: InitialBlock | None
+
+
 class ServerTableStorage(RemoteTableStorage):
     """The rows of one table, in blocks on the servers.
 
@@ -85,8 +115,12 @@ class ServerTableStorage(RemoteTableStorage):
 
     def open(self) -> bool:
         """Have the servers create their blocks; return whether the blocks are new."""
-        spec = {name: getattr(self.table, name) for name in ("name", "rows", "dim", "ids", "init", "scale", "seed")}
-        fields = {"key": self.key, "table": spec, "placement": self.placement.fields(), "dtype": _name(self.dtype)}
+        fields = {
+            "key": self.key,
+            "table": asdict(self.table),
+            "placement": self.placement.fields(),
+            "dtype": _name(self.dtype),
+        }
         return any([reply.fields["new"] for reply in self.servers.request_all("open", fields)])
 
     # ------------------------------------------------------------------------------------------------- products
@@ -210,37 +244,73 @@ class ServerTableStorage(RemoteTableStorage):
     def load_state(self, state: dict[str, Any]) -> None:
         assert not state
 
-    def describe_block(self, server: int) -> tuple[str | None, dict[str, tuple[int, ...]]]:
-        """Return the optimizer's name and the shapes of ``rows`` and the state of a server's block after this step."""
+    def describe_block(self, server: int) -> BlockDescription:
+        """Return what a server's block consists of after this step."""
         fields = {"key": self.key, "name": None, "begin": 0, "end": 0, "step": self.servers.step}
         reply = self.servers.submit(server, "read_state", fields).result().fields
         height, width = self._block_shape(server)
         wide = {} if reply["rule"] is None else RULES[reply["rule"]].state
         state = {name: (height, width) if wide[name] else (height,) for name in reply["names"]}
-        return reply["rule"], {"rows": (height, width), **state}
+        initial = InitialBlock(reply["initial"], reply["accumulator"]) if reply["initial"] is not None else None
+        return BlockDescription(reply["rule"], {"rows": (height, width), **state}, reply["changed"], initial)
 
-    def read_block(self, server: int, name: str) -> Iterator[Tensor]:
-        """Yield ``rows`` or a tensor of the optimizer state of a server's block, in pieces from its first row."""
+    def read_block(self, server: int, name: str, positions: Tensor | None = None) -> Iterator[Tensor]:
+        """Yield ``rows``, a tensor of the optimizer state, or the flags ``changed`` of a server's block, in pieces.
+
+        Args:
+            server: its number.
+            name: of the tensor.
+            positions: rows of the block ``[k]``; None: all.
+        """
         height, width = self._block_shape(server)
+        count = height if positions is None else len(positions)
         step, method = piece_rows(width, self.dtype), "read" if name == "rows" else "read_state"
         requests: deque[ServerRequest] = deque()
-        for begin in range(0, height, step):
-            fields = {"key": self.key, "begin": begin, "end": min(begin + step, height), "step": self.servers.step}
-            requests.append(self.servers.submit(server, method, {**fields, "name": name}))
+        for begin in range(0, count, step):
+            end = min(begin + step, count)
+            fields = {"key": self.key, "begin": begin, "end": end, "step": self.servers.step, "name": name}
+            tensors = () if positions is None else (positions[begin:end],)
+            requests.append(self.servers.submit(server, method, fields, tensors))
             if len(requests) == _READS_IN_FLIGHT:
                 yield requests.popleft().result().tensors[0]
         while requests:
             yield requests.popleft().result().tensors[0]
 
-    def write_block(self, server: int, rule: str | None, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite a server's block: ``rows`` and the optimizer's state by name, which may be mapped files."""
+    def changed_positions(self, server: int) -> Iterator[Tensor]:
+        """Yield the rows of a server's block that were changed, in pieces: positions in the block, int32, ascending."""
+        begin = 0
+        for flags in self.read_block(server, "changed"):
+            yield (flags.nonzero().flatten() + begin).int()
+            begin += len(flags)
+
+    def write_block(
+        self,
+        server: int,
+        rule: str | None,
+        tensors: Mapping[str, Tensor],
+        positions: Tensor | None = None,
+        initial: InitialBlock | None = None,
+    ) -> None:
+        """Overwrite a server's block.
+
+        Args:
+            server: its number.
+            rule: the optimizer whose state is among ``tensors``; None: the state is not changed.
+            tensors: ``rows`` and the optimizer's state by name; they may be mapped files.
+            positions: the rows of the block that the tensors have ``[k]``; None: all.
+            initial: the other rows.
+        """
         height, width = self._block_shape(server)
+        count = height if positions is None else len(positions)
         step, common = piece_rows(width, self.dtype), {"key": self.key, "step": self.servers.step}
+        if initial is not None:
+            others = {"table": initial.table, "accumulator": initial.accumulator, "rule": rule}
+            self.servers.submit(server, "reset", {**common, **others}).result()
         for name, tensor in tensors.items():
             method, more = ("write", {}) if name == "rows" else ("write_state", {"rule": rule, "name": name})
-            for begin in range(0, height, step):
-                piece = tensor[begin : begin + step].contiguous()
-                self.servers.submit(server, method, {**common, **more, "begin": begin}, [piece]).result()
+            for begin in range(0, count, step):
+                pieces = [each[begin : begin + step].contiguous() for each in (tensor, positions) if each is not None]
+                self.servers.submit(server, method, {**common, **more, "begin": begin}, pieces).result()
         if rule is not None:
             self.servers.submit(server, "write_state", {**common, "rule": rule, "name": "", "begin": 0}).result()
 

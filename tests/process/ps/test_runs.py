@@ -13,6 +13,8 @@ import torch
 from forked import gtrain
 from helpers import ok, summary
 
+from gtrain.nn.changed_rows import restored
+
 PLAIN = ("logger=none", "trainer.enable_progress_bar=false")
 ROWS = (
     "data=planted_sparse",
@@ -117,30 +119,36 @@ def test_a_knowledge_graph_trains_as_on_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_its_checkpoint_and_exports_its_tables(tmp_path: Path) -> None:
+@pytest.mark.parametrize("features", [200, 40_000], ids=["every_row", "changed_rows"])
+def test_a_run_goes_on_from_its_checkpoint_and_exports_its_tables(features: int, tmp_path: Path) -> None:
+    """Checkpoints of a table with many more rows than the data have features contain the rows that were changed."""
+    rows = (*ROWS, f"data.num_features={features}")
     more = ("trainer.max_epochs=4", "hydra.run.dir=single", "strategy=single")
-    ok(gtrain(*ROWS, *more, cwd=tmp_path))
-    served = (PS, *ROWS, "strategy.export=tables")
+    ok(gtrain(*rows, *more, cwd=tmp_path))
+    served = (PS, *rows, "strategy.export=tables")
     ok(gtrain(*served, "trainer.max_epochs=2", "hydra.run.dir=first", cwd=tmp_path))
     again = ("ckpt_path=first/checkpoints/last.ckpt", "trainer.max_epochs=4", "hydra.run.dir=second")
     said = ok(gtrain(*served, *again, cwd=tmp_path)).stdout
     expected = losses(tmp_path / "single")
     assert losses(tmp_path / "first") == pytest.approx(expected[:2], rel=1e-12)
     assert losses(tmp_path / "second") == pytest.approx(expected[2:], rel=1e-12)
-    weights = torch.load(tmp_path / "single/checkpoints/last.ckpt/trainer.pt", weights_only=True)["state_dict"]
+    compact = [path for path in (tmp_path / "second/checkpoints/last.ckpt").glob("wide.parameter-*.changed.npy")]
+    assert len(compact) == (2 if features > 200 else 0)
+    weights = torch.load(tmp_path / "single/checkpoints/last.ckpt/trainer.pt", weights_only=True)
     exported = np.load(tmp_path / "tables" / "wide.npy")
-    np.testing.assert_allclose(exported, weights["wide.weight"].numpy(), rtol=1e-11, atol=1e-13)
+    np.testing.assert_allclose(exported, restored(weights)["state_dict"]["wide.weight"].numpy(), rtol=1e-11, atol=1e-13)
     assert "written: tables/wide.npy" in said
     metrics = [summary(tmp_path / name)["metrics"]["test/loss"] for name in ("single", "second")]
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-12)  # of the best checkpoint, which was read back
-    refused = gtrain(PS, *ROWS, *again, "strategy.servers=3", cwd=tmp_path)
+    refused = gtrain(PS, *rows, *again, "strategy.servers=3", cwd=tmp_path)
     assert refused.returncode != 0 and "the checkpoint's table wide has the placement" in refused.stderr
-    refused = gtrain(PS, *ROWS, *again, "trainer.num_nodes=3", cwd=tmp_path)
+    refused = gtrain(PS, *rows, *again, "trainer.num_nodes=3", cwd=tmp_path)
     said = r"gtrain: the checkpoint has no state of worker [012] of 3\.\nHINT: set trainer\.num_nodes"
     assert refused.returncode != 0 and re.search(said, refused.stderr), refused.stderr
-    other = ("ckpt_path=second/checkpoints/best.ckpt", "strategy.servers=3", "trainer.num_nodes=1")
-    ok(gtrain("test", PS, *ROWS, *other, "hydra.run.dir=third", cwd=tmp_path))
-    assert summary(tmp_path / "third")["metrics"]["test/loss"] == pytest.approx(metrics[1], rel=1e-12)
+    best = "ckpt_path=second/checkpoints/best.ckpt"
+    for other in ((PS, "strategy.servers=3", "trainer.num_nodes=1"), ("strategy=single",)):
+        ok(gtrain("test", *rows, *other, best, "hydra.run.dir=third", cwd=tmp_path))
+        assert summary(tmp_path / "third")["metrics"]["test/loss"] == pytest.approx(metrics[1], rel=1e-12)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -255,9 +256,9 @@ def test_blocks_go_through_files_piece_by_piece(storages: Any, tmp_path: Path, s
     torch.testing.assert_close(storage.read(3, FEATURES), rows[3:], rtol=0, atol=0)
     states = []
     for server in range(storage.placement.servers):
-        rule, shapes = storage.describe_block(server)
-        assert rule is None and list(shapes) == ["rows"]
-        height, width = shapes["rows"]
+        block = storage.describe_block(server)
+        assert block.rule is None and list(block.shapes) == ["rows"]
+        height, width = block.shapes["rows"]
         states.append({name: torch.randn(height, width, dtype=torch.float64) for name in ("mean", "square")})
         states[-1]["step"] = torch.arange(height, dtype=torch.float64)
         storage.write_block(server, "lazy_adam", states[-1])
@@ -282,6 +283,44 @@ def test_blocks_go_through_files_piece_by_piece(storages: Any, tmp_path: Path, s
     (tmp_path / "parameter-0.json").unlink()
     with pytest.raises(CheckpointError, match="of the table wide|rows of the table wide"):
         read_table(tmp_path, "wide", storage.table)
+
+
+@pytest.mark.parametrize("rule", [None, "adagrad"])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 2)])
+def test_a_checkpoint_has_the_rows_that_were_changed(
+    storages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], rule: str | None
+) -> None:
+    monkeypatch.setattr("gtrain_ps.checkpoints.LEAST_BYTES", 1)
+    storage = storages(shape)
+    expected, ids = storage.read(0, FEATURES), torch.tensor([3, 4, 20, 77])
+    expected[ids] = torch.randn(4, HIDDEN, dtype=torch.float64)
+    accumulator = 0.5
+    for server in range(storage.placement.servers):
+        common = {"key": "wide", "step": 0, "begin": 0, "rule": rule}
+        storage.servers.submit(server, "reset", {**common, "table": asdict(storage.table), "accumulator": accumulator})
+    storage.write([(ids, expected[ids])])
+    write_blocks(tmp_path, {"wide": storage}, range(storage.placement.servers))
+    found = read_blocks(tmp_path)["wide"]
+    stored = {server: len(block.tensors["rows"]) for server, block in found.blocks.items()}
+    assert sum(stored.values()) == 4 * shape[1]
+    assert all(block.initial is not None for block in found.blocks.values())
+    again = torch.full_like(expected, torch.nan)
+    for chosen, piece in read_table(tmp_path, "wide", storage.table).pieces():
+        again[chosen] = piece
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
+    # Rows and state that were trained since are reset.
+    everything = torch.arange(FEATURES)
+    storage.write([(everything, torch.zeros(FEATURES, HIDDEN, dtype=torch.float64))])
+    for server, block in found.blocks.items():
+        if rule is not None:
+            shapes = storage.describe_block(server).shapes
+            storage.write_block(server, rule, {"sum": torch.full(shapes["sum"], 9, dtype=torch.float64)})
+        storage.write_block(server, block.rule, block.tensors, block.positions, block.initial)
+        description = storage.describe_block(server)
+        assert (description.rule, description.changed) == (rule, stored[server])
+        if rule is not None:
+            assert bool((torch.cat(list(storage.read_block(server, "sum"))) == accumulator).all())
+    torch.testing.assert_close(storage.read(0, FEATURES), expected, rtol=0, atol=0)
 
 
 def test_a_server_that_ends_while_its_block_is_read_goes_on(services: Any, storages: Any) -> None:
