@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -33,6 +33,10 @@ _STOP_SECONDS = 10.0
 _CLUSTER_SECONDS = 30.0
 _LONGEST_FOLDER = 20
 """Length of the temporary folder's path; Ray's sockets in it have paths of at most 107 bytes."""
+_UNITS = 10_000
+"""Ray counts a resource in units of 1e-4, and drops the rest of an amount."""
+_WAIT_SECONDS = 0.5
+"""Of one wait in Ray, in which no handler of a signal runs."""
 Resources = dict[str, float]
 
 
@@ -113,10 +117,7 @@ class OwnCluster:
     address: str
 
     def __init__(self, needed: Sequence[Resources]) -> None:
-        total: Resources = {}
-        for resources in needed:
-            for name, amount in resources.items():
-                total[name] = total.get(name, 0.0) + amount
+        total = _sum(needed)
         cores = max(len(os.sched_getaffinity(0)), math.ceil(total.pop("CPU", 0.0)))
         named = {"num_gpus": total.pop("GPU", None), "_memory": total.pop("memory", None)}
         self._options: dict[str, Any] = {"num_cpus": cores, "resources": total}
@@ -152,7 +153,11 @@ class OwnCluster:
                 self._folder = str(json.loads(lines[0]))
             if not lines[1]:
                 self._process.wait()
-                raise RankFailedError(f"the Ray cluster of this machine cannot be started: {self._reason()}")
+                raise RankFailedError(
+                    f"the Ray cluster of this machine cannot be started: {self._reason()}",
+                    hint="run the command again if the machine was busy; or start a cluster with ray start --head, and "
+                    "set cluster.address=auto.",
+                )
             self.address = str(json.loads(lines[1]))
             self._stack = stack.pop_all()
         return self
@@ -211,7 +216,22 @@ def gpus_per_rank(cfg: DictConfig) -> float:
 def _named(cpus: float | None, gpus: float, memory: int | None, others: Mapping[str, float]) -> Resources:
     named: Resources = {"CPU": 1.0 if cpus is None else float(cpus), "GPU": gpus, "memory": float(memory or 0)}
     named |= {str(name): float(amount) for name, amount in others.items()}
-    return {name: amount for name, amount in named.items() if amount}
+    return {name: _amount(round(amount * _UNITS)) for name, amount in named.items() if amount}
+
+
+def _amount(units: int) -> float:
+    """Return an amount that Ray counts as this many units, such as 0.57, of which it would drop one."""
+    amount = units / _UNITS
+    return amount if int(amount * _UNITS) >= units else math.nextafter(amount, math.inf)
+
+
+def _sum(resources: Iterable[Resources]) -> Resources:
+    """Return the sum of resources, in Ray's units: one that is too small would leave an actor without its share."""
+    total: dict[str, int] = {}
+    for each in resources:
+        for name, amount in each.items():
+            total[name] = total.get(name, 0) + int(amount * _UNITS)
+    return {name: _amount(units) for name, units in total.items()}
 
 
 def bundles_of(cfg: DictConfig, num_nodes: int, devices: int, plans: Sequence[RolePlan]) -> list[Resources]:
@@ -219,11 +239,7 @@ def bundles_of(cfg: DictConfig, num_nodes: int, devices: int, plans: Sequence[Ro
     bundles: list[Resources] = []
     for machine in range(num_nodes):
         roles = [WORKER] * devices + [slot.role for slot, _ in server_slots(plans, num_nodes, machine)]
-        bundle: Resources = {}
-        for role in roles:
-            for name, amount in resources_of(cfg, role).items():
-                bundle[name] = bundle.get(name, 0.0) + amount
-        bundles.append(bundle)
+        bundles.append(_sum(resources_of(cfg, role) for role in roles))
     return bundles
 
 
@@ -278,8 +294,11 @@ class Placement:
         remove_placement_group(self._group)
 
     def _await_resources(self, bundles: Sequence[Resources]) -> None:
-        deadline, report_time = time.monotonic() + self._cfg.cluster.timeout_seconds, _REPORT_SECONDS
-        while not self._group.wait(min(report_time, max(0.1, deadline - time.monotonic()))):
+        start = time.monotonic()
+        deadline, report_time = start + self._cfg.cluster.timeout_seconds, start + _REPORT_SECONDS
+        while not self._group.wait(_WAIT_SECONDS):
+            if self._connection.lost is not None:
+                raise RankFailedError(self._connection.lost)
             asked = ", ".join(f"{{{_shown(bundle)}}}" for bundle in bundles)
             if time.monotonic() >= deadline:
                 raise ConfigError(
@@ -289,9 +308,9 @@ class Placement:
                     hint="start fewer ranks, lower cluster.cpus_per_rank, wait until other jobs have ended, or raise "
                     "cluster.timeout_seconds.",
                 )
-            if report_time == _REPORT_SECONDS:
+            if time.monotonic() >= report_time:
                 print(f"gtrain: waiting for the Ray cluster to provide {asked}", file=sys.stderr, flush=True)
-            report_time = 30.0
+                report_time = math.inf
 
     @property
     def on_one_node(self) -> bool:

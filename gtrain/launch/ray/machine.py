@@ -13,6 +13,7 @@ import atexit
 import codecs
 import contextlib
 import fcntl
+import hashlib
 import os
 import selectors
 import shutil
@@ -32,6 +33,7 @@ from hydra.core.utils import configure_log
 
 from gtrain import __version__
 from gtrain.errors import ConfigError, GtrainError
+from gtrain.files import user_cache
 from gtrain.keys import ISOLATED
 from gtrain.launch import agent, interpreter, links, shipping, slot
 from gtrain.launch.children import PRELOAD, Child, ProcessSpec, die_with_parent
@@ -352,8 +354,10 @@ def _pseudo_terminal(size: Sequence[int]) -> tuple[int, int]:
 def enter_folders(settings: Mapping[str, Any], machine: int, host: str) -> bool:
     """Change to the folder of the command, from which relative paths count, and add its folders of modules.
 
-    A machine that lacks the folder of the command gets the modules in ``settings["code"]`` in a temporary folder. One
-    that does not see the run's folder makes a folder of the same path for its logs, and removes it at the end.
+    A machine that does not see the folders of the command gets the modules in ``settings["code"]`` in a temporary
+    folder. It works in its folder of the command's path; without one, in a folder of the user's cache, so that later
+    jobs find the stores that were fetched. A machine that does not see the run's folder makes a folder of the same path
+    for its logs, and removes it at the end.
 
     Args:
         settings: the settings of the job.
@@ -375,18 +379,42 @@ def enter_folders(settings: Mapping[str, Any], machine: int, host: str) -> bool:
             "share: paths.runs=FOLDER.",
         )
     if not sees_run and not log_dir.parent.exists():
+        missing = [path for path in log_dir.parents if not path.exists()]
         log_dir.mkdir(parents=True)
-        atexit.register(shutil.rmtree, log_dir.parent, ignore_errors=True)
+        atexit.register(_remove_folders, missing)
+    modules = folder
     if settings["code"] is not None:
-        folder = tempfile.mkdtemp(prefix="gtrain-modules-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        modules = tempfile.mkdtemp(prefix="gtrain-modules-")
+        atexit.register(shutil.rmtree, modules, ignore_errors=True)
         for name, content in settings["code"].items():
-            path = Path(folder, name)
+            path = Path(modules, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
+        folder = _lasting_folder(Path(folder)) or modules
     os.chdir(folder)
-    sys.path[:0] = [path for path in dict.fromkeys([folder, *settings["modules"]]) if path not in sys.path]
+    sys.path[:0] = [path for path in dict.fromkeys([modules, *settings["modules"]]) if path not in sys.path]
     return sees_run
+
+
+def _lasting_folder(folder: Path) -> str | None:
+    """Return a folder in place of the command's: of the same path, or in the user's cache; None if neither is there."""
+    if folder.is_dir() and os.access(folder, os.W_OK):
+        return str(folder)
+    try:
+        name = f"{folder.name}-{hashlib.blake2b(bytes(folder), digest_size=4).hexdigest()}"
+        cached = user_cache() / "folders" / name
+        cached.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
+        return None
+    return str(cached) if os.access(cached, os.W_OK) else None
+
+
+def _remove_folders(folders: Sequence[Path]) -> None:
+    """Remove a folder with its contents, and those above it that are then empty."""
+    shutil.rmtree(folders[0], ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for folder in folders[1:]:
+            folder.rmdir()
 
 
 def _new_keys() -> str:

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from gtrain.backends import RolePlan
 from gtrain.config import RayClusterConfig
-from gtrain.errors import ConfigError
+from gtrain.errors import ConfigError, RankFailedError
 from gtrain.launch.ray.channel import Channel, encode
 from gtrain.launch.ray.machine import enter_folders
 from gtrain.settings import schema
@@ -41,6 +41,39 @@ def test_the_bundle_of_a_machine_has_the_resources_of_its_ranks_and_servers() ->
     expected = {"CPU": 2 * 4 + 2 * 0.5, "GPU": 2, "memory": 200, "disk": 4}
     assert bundles_of(configuration("gpu", **settings), 2, 2, servers)[0] == expected
     assert bundles_of(configuration("gpu", gpus_per_rank=0), 1, 1, ()) == [{"CPU": 1}]
+
+
+@pytest.mark.parametrize(("rank", "server"), [(0.5, 0.1), (0.57, 0.29), (0.1, 0.3), (1.1, 0.07)])
+def test_a_bundle_has_room_for_its_processes(rank: float, server: float) -> None:
+    """Ray drops what exceeds a multiple of 1e-4: 0.5 + 0.1 + 0.1 + 0.1 are 0.7999 then, and 0.57 is 0.5699."""
+    from gtrain.launch.ray.cluster import bundles_of, resources_of
+
+    cfg = configuration(cpus_per_rank=rank, cpus_per_server=server)
+    (bundle,) = bundles_of(cfg, 1, 1, (RolePlan("parameter", "a:b", 3),))
+    assert bundle["CPU"] == pytest.approx(rank + 3 * server, rel=1e-12)
+    each = [int(resources_of(cfg, role)["CPU"] * 10_000) for role in ("worker", *["parameter"] * 3)]
+    assert int(bundle["CPU"] * 10_000) == sum(each) == round((rank + 3 * server) * 10_000)
+
+
+def test_a_wait_for_resources_leaves_room_for_signals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No handler of a signal runs while Ray waits: it waits for half a second at a time, and is reported once."""
+    from gtrain.launch.ray import cluster
+
+    waits: list[float] = []
+    group = SimpleNamespace(wait=lambda seconds: waits.append(seconds) or len(waits) == 4)
+    placement = object.__new__(cluster.Placement)
+    placement._cfg, placement._group = configuration(), group
+    placement._connection = SimpleNamespace(lost=None)
+    monkeypatch.setattr(cluster, "_REPORT_SECONDS", 0.0)
+    placement._await_resources([{"CPU": 2.0}])
+    assert waits == [0.5] * 4
+    assert capsys.readouterr().err == "gtrain: waiting for the Ray cluster to provide {CPU: 2}\n"
+    placement._connection.lost = "it ended."
+    waits.clear()
+    with pytest.raises(RankFailedError, match=r"it ended\."):
+        placement._await_resources([{"CPU": 2.0}])
 
 
 def test_a_channel_never_blocks_and_loses_nothing() -> None:
@@ -110,11 +143,25 @@ def test_machine_0_must_see_the_folder_of_the_run(folders: dict[str, Any], tmp_p
     assert Path.cwd() == tmp_path / "command" and "/modules" in sys.path
 
 
-def test_a_machine_without_the_folders_gets_its_own(folders: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_a_machine_without_the_folders_gets_modules_and_logs(
+    folders: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_folder: bool
+) -> None:
+    """Its working folder lasts, because the stores that it fetches are below."""
+    removals: list[Any] = []
+    monkeypatch.setattr("atexit.register", lambda function, *args, **settings: removals.append((function, args)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folders["job"]["log_dir"] = tmp_path / "runs" / "first" / "logs"
+    if not has_folder:
+        (tmp_path / "command").rmdir()
     assert not enter_folders(folders, 1, "host")
-    assert (tmp_path / "run" / "logs").is_dir()
-    assert Path("own/model.py").read_bytes() == b"x = 1" and sys.path[:2] == [os.getcwd(), "/modules"]
-    assert Path.cwd() != tmp_path / "command"
+    assert (tmp_path / "runs/first/logs").is_dir()
+    assert Path(sys.path[0], "own/model.py").read_bytes() == b"x = 1" and sys.path[1] == "/modules"
+    assert Path.cwd() == tmp_path / "command" or Path.cwd().is_relative_to(tmp_path / "cache/gtrain/folders")
+    assert (Path.cwd() == tmp_path / "command") is has_folder
+    for function, args in removals:
+        function(*args)
+    assert not Path(sys.path[0]).exists() and not (tmp_path / "runs").exists() and Path.cwd().exists()
 
 
 def test_the_modules_of_a_command_are_its_python_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
