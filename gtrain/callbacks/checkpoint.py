@@ -34,6 +34,25 @@ def unknown_monitor(key: str, monitor: str, logged: Iterable[str]) -> ConfigErro
     )
 
 
+def check_stopping(key: str, monitor: object, strict: object, reason: str) -> None:
+    """Refuse an ``EarlyStopping`` that would miss its score after the first epoch of a run without validation.
+
+    Args:
+        key: of the callback.
+        monitor: its score; None if it is not known.
+        strict: whether it requires the score.
+        reason: why nothing is validated.
+
+    Raises:
+        ConfigError: names the callback and the reason.
+    """
+    if strict and isinstance(monitor, str) and monitor.startswith("val"):
+        raise ConfigError(
+            f"{key}.monitor={monitor} was set, and nothing is validated: {reason}.",
+            hint=f"set {key}.monitor=train/loss, or callbacks=default, which trains all epochs; or validate.",
+        )
+
+
 class RunCheckpoint(ModelCheckpoint):
     """Lightning's ``ModelCheckpoint`` with eight differences.
 
@@ -60,6 +79,7 @@ class RunCheckpoint(ModelCheckpoint):
     best_epoch: int | None = None
     _watches = False
     _stepped = 0  # global step after the last batch
+    _earlier_score: Tensor | None = None  # at the end of the epoch before; the same tensor if it was not logged again
     _ends = False
 
     def __init__(
@@ -203,7 +223,9 @@ class RunCheckpoint(ModelCheckpoint):
         self._check_monitor(trainer)
         every = trainer.check_val_every_n_epoch
         validated = every is None or (trainer.current_epoch + 1) % every == 0
-        if validated or self.monitor is None or self.monitor in trainer.callback_metrics:
+        score = None if self.monitor is None else trainer.callback_metrics.get(self.monitor)
+        stale, self._earlier_score = score is not None and score is self._earlier_score, score
+        if not stale and (validated or self.monitor is None or score is not None):
             super().on_train_epoch_end(trainer, pl_module)
         due = self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
         # Lightning skips a step that it has saved already

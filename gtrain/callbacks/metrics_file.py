@@ -32,7 +32,8 @@ class MetricsFile(CSVLogger):
         """Log the rows from before the restart again.
 
         Args:
-            steps: optimizer steps of the checkpoint; rows of later steps are computed again.
+            steps: batches of the checkpoint that ended with a step, by which Lightning numbers rows; later rows are
+                computed again.
         """
         for row in self._earlier:
             if int(row["step"]) < steps:

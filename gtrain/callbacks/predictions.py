@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -182,8 +183,8 @@ class PredictionWriter(pl.Callback):
                 f"{type(pl_module).__name__}.predict_step returned {returned} for {len(batch.seeds)} seeds.",
                 hint="return one row for each of batch.seeds.",
             )
-        self._append(outputs.detach().reshape(len(outputs), -1).float().cpu())
-        self._ids.append(_orig_ids(batch)[batch.seeds])
+        self._append(outputs.detach().reshape(len(outputs), math.prod(outputs.shape[1:])).float().cpu())
+        self._ids.append(_orig_ids(batch)[batch.seeds].cpu())
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         while self._hooks:

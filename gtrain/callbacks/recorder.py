@@ -198,7 +198,19 @@ def _restore_metrics(trainer: pl.Trainer) -> None:
     """Write the rows of earlier attempts of the job, once."""
     for logger in trainer.loggers:
         if isinstance(logger, MetricsFile):
-            logger.restore(trainer.global_step)
+            logger.restore(_stepped_batches(trainer))
+
+
+def _stepped_batches(trainer: pl.Trainer) -> int:
+    """Return the batches so far that ended with a step, by which Lightning numbers rows.
+
+    ``trainer.global_step`` counts the steps of each of several optimizers.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    # After this hook Lightning counts the batch in which a checkpoint was saved, by the same condition.
+    between_epochs = loop.restarted_on_last and not loop.restarted_on_train_batch_end
+    uncounted = loop.restarting and not between_epochs and not loop._should_accumulate()
+    return loop._batches_that_stepped + uncounted
 
 
 def _counts(counters: Counters, cpu: float) -> dict[str, float]:

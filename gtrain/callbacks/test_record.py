@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,10 @@ class TestRecorder(Callback):
         columns: dict[str, Any] = {"id": ids.numpy()[first], "values": rows.numpy()[first]}
         if labels:
             columns["label"] = torch.cat(labels).numpy()[first]
-        np.savez(path, **columns)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")  # a report may read the folder meanwhile
+        with open(part, "wb") as file:
+            np.savez(file, **columns)
+        os.replace(part, path)
 
 
 def _bins(scores: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -169,6 +170,9 @@ def _plan(cfg: DictConfig, overrides: Sequence[str], experiment: str | None, wri
             reply = {"error": slot.describe(error)}
         with open(write_end, "w", closefd=False) as pipe:
             json.dump(reply, pipe)
+    except Exception:
+        traceback.print_exc()  # the parent knows only that this process has ended
+        sys.stderr.flush()
     finally:
         os._exit(0)
 
@@ -215,7 +219,10 @@ def _race(
         launch(settled.cfg, settled.choices, settled.overrides)
         scores[racer] = _score(folder)
     name = {racer: "no score" if score is None else f"{score:.4g}" for racer, score in scores.items()}
-    lower = lower_is_better(str((_summary(folders[racers[0]]).get("best") or {}).get("name")))
+    monitored: dict[str, Any] = next(
+        (best for folder in folders.values() if (best := _summary(folder).get("best"))), {}
+    )
+    lower = lower_is_better(str(monitored.get("name")), monitored.get("direction"))
     known = [racer for racer in racers if scores[racer] is not None]
     sign = 1 if lower else -1
     best = min(known, key=lambda racer: sign * (scores[racer] or 0.0)) if known else racers[0]

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -235,16 +236,17 @@ def verb_to_override(arguments: list[str]) -> list[str]:
         "--package",
         "-p",
     )
-    result, previous = [], ""
-    # The verb whose other words are topics or folders.
+    result, previous, taken = [], "", False
+    # The verb whose other words are topics or folders; after it, the same word is one of these.
     taking = next((argument for argument in arguments if argument in config.VERBS_WITH_WORDS), None)
     for argument in arguments:
         is_word = not argument.startswith(("-", "~")) and "=" not in argument
         info_value = previous in ("--info", "-i") and argument in messages.INFO_TOPICS
         if is_word and previous not in valued and not info_value:
-            if taking is not None and argument != taking:
+            if taking is not None and (taken or argument != taking):
                 result.append(argument)
                 continue
+            taken = True
             if argument not in config.VERBS:
                 hint = "gtrain --help, or gtrain VERB --help." if argument == "help" else None
                 raise ConfigError(
@@ -311,6 +313,9 @@ def _job(cfg: DictConfig) -> Any:
     # The first machine's command records the run.
     records = launchers.is_first() and cfg.cluster.rank in (None, 0)
     facts = {**chosen, "overrides": overrides, "num_nodes": cfg.trainer.num_nodes, "devices": cfg.trainer.devices}
+    # By which a run that has no summary yet tells which of its scores is the best.
+    monitor, direction = map(partial(_text_of, cfg), ("callbacks.checkpoint.monitor", "callbacks.checkpoint.mode"))
+    facts["checkpoint"] = {"monitor": monitor, "direction": direction}
     verb = cfg.verb if records else ""
 
     def folder() -> Path:  # that of an earlier attempt, once a restarted job has found it
@@ -318,6 +323,12 @@ def _job(cfg: DictConfig) -> Any:
 
     with _reporting(folder, bool(verb) and _reports(cfg)), events.recording(folder, verb, **facts):
         return _checked_launch(cfg, overrides)
+
+
+def _text_of(cfg: DictConfig, key: str) -> str | None:
+    """Return a text of the configuration; None if it has none, or another value."""
+    value = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
+    return value if isinstance(value, str) else None
 
 
 def _reports(cfg: DictConfig) -> bool:

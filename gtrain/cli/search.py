@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,10 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from gtrain import messages
+from gtrain.cli.sweeps import SideBySide
 from gtrain.errors import ConfigError
+from gtrain.plan.compose import override_of
 from gtrain.record.run import RunRecord
 from gtrain.record.scores import lower_is_better
 from gtrain.record.trials import PRUNED, PRUNERS, REPORTER, make_pruner
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 DATABASE = "optuna.db"
-_FOLDER = "folder"  # of the trial's job
+_FOLDER = "folder"  # of the trial's job; until the job has ended, the one that it has by default
+_JOB = "job"  # its number in the sweep
 _REPEATED = "repeated"  # another trial has the same values
 _SAMPLERS = ("tpe", "random")
 _DIRECTIONS = ("maximize", "minimize")
@@ -126,7 +130,7 @@ class OptunaSweeper(Sweeper):
         self._folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self._config, self._folder / "multirun.yaml")
         storage = self._storage or f"sqlite:///{self._folder.absolute() / DATABASE}"
-        study = self._continued(storage)
+        study, number = self._continued(storage), 0
         while (left := self._trials - _finished(study)) > 0:
             # Before a job has ended, nobody knows its score and whether less of it is better.
             asked = optuna.create_study(sampler=self._new_sampler(0)) if study is None else study
@@ -137,18 +141,25 @@ class OptunaSweeper(Sweeper):
                     f"the study {self._name} in {storage} has other values: {error}",
                     hint="set hydra.sweeper.study to a new name, or hydra.sweep.dir to a new folder.",
                 ) from error
-            number = self._next_job()
+            number = max(number, self._next_job(study))
             jobs = [[*fixed, *(f"{key}={value}" for key, value in trial.params.items())] for trial in trials]
             if study is not None:
                 for offset, (trial, job) in enumerate(zip(trials, jobs, strict=True)):
-                    trial.set_user_attr(_FOLDER, str((self._folder / str(number + offset)).absolute()))
+                    for name, value in self._facts(number + offset).items():
+                        trial.set_user_attr(name, value)
                     job += self._reporting(storage, trial)
             results = self._launcher.launch(jobs, initial_job_idx=number)
             scores = [_score(result) for result in results]
             if study is None:
                 study = self._first(storage, number, results, scores, trials)
             else:
+                for offset, (trial, result) in enumerate(zip(trials, results, strict=True)):
+                    trial.set_user_attr(_FOLDER, self._facts(number + offset, result)[_FOLDER])
                 _tell(study, trials, scores)
+            if not isinstance(self._launcher, SideBySide):  # which logs failures itself
+                for number_of_job, result in enumerate(results, start=number):
+                    _log_failure(number_of_job, result)
+            number += len(jobs)
         assert study is not None
         return self._best(study)
 
@@ -170,9 +181,8 @@ class OptunaSweeper(Sweeper):
         except KeyError:
             return None
         study.sampler = self._new_sampler(len(study.get_trials(deepcopy=False)))
-        mine = str(self._folder.absolute())
         for trial in study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.RUNNING]):
-            if str(Path(str(trial.user_attrs.get(_FOLDER))).parent) == mine:
+            if self._is_mine(trial):
                 optuna.trial.Trial(study, trial._trial_id).set_user_attr(_REPEATED, True)
                 study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
                 study.enqueue_trial(trial.params)
@@ -197,8 +207,12 @@ class OptunaSweeper(Sweeper):
                 "the first jobs ended without a score, so there is nothing to search for.",
                 hint="a search needs validation: see trainer.limit_val_batches and the data's validation split.",
             )
-        names = [_score_name(self._folder / str(number + offset)) for offset in range(len(results))]
-        lower = next((lower_is_better(name) for name in names if name is not None), False)
+        facts = [self._facts(number + offset, result) for offset, result in enumerate(results)]
+        summaries = [RunRecord(Path(of_job[_FOLDER])).summary or {} for of_job in facts]
+        best = next((summary["best"] for summary in summaries if summary.get("best")), None)
+        if best is None and self._direction is None:
+            log.warning("no job left the name of its score: the highest is the best, or set hydra.sweeper.direction")
+        lower = best is not None and lower_is_better(best["name"], best.get("direction"))
         study = optuna.create_study(
             storage=storage,
             study_name=self._name,
@@ -206,7 +220,7 @@ class OptunaSweeper(Sweeper):
             sampler=self._new_sampler(len(trials)),
             pruner=make_pruner(self._pruner),
         )
-        for offset, (trial, score) in enumerate(zip(trials, scores, strict=True)):
+        for trial, score, of_job in zip(trials, scores, facts, strict=True):
             state = optuna.trial.TrialState.FAIL if score is None else optuna.trial.TrialState.COMPLETE
             study.add_trial(
                 optuna.trial.create_trial(
@@ -214,22 +228,39 @@ class OptunaSweeper(Sweeper):
                     distributions=trial.distributions,
                     value=score,
                     state=state,
-                    user_attrs={_FOLDER: str((self._folder / str(number + offset)).absolute())},
+                    user_attrs=of_job,
                 )
             )
         return study
 
-    def _next_job(self) -> int:
-        """Return the first number after those of the jobs that the sweep's folder has."""
-        return 1 + max((int(path.name) for path in self._folder.iterdir() if path.name.isdecimal()), default=-1)
+    def _facts(self, number: int, result: JobReturn | None = None) -> dict[str, Any]:
+        """Return what a trial keeps of its job: the number and the folder, which is certain once the job has ended."""
+        known = None if result is None or result.hydra_cfg is None else result.hydra_cfg
+        folder = None if known is None else OmegaConf.select(known, "hydra.runtime.output_dir")
+        return {_JOB: number, _FOLDER: str(folder or (self._folder / str(number)).absolute())}
+
+    def _next_job(self, study: optuna.Study | None) -> int:
+        """Return the first number after those of the sweep's jobs, by the study and by the folders with numbers."""
+        trials = [] if study is None else filter(self._is_mine, study.get_trials(deepcopy=False))
+        numbers = [int(path.name) for path in self._folder.iterdir() if path.name.isdecimal()]
+        numbers += [int(trial.user_attrs[_JOB]) for trial in trials if _JOB in trial.user_attrs]
+        return 1 + max(numbers, default=-1)
+
+    def _is_mine(self, trial: optuna.trial.FrozenTrial) -> bool:
+        """Whether the job of a trial is of this sweep, which may share the study with others."""
+        folder = trial.user_attrs.get(_FOLDER)
+        return folder is not None and Path(os.path.abspath(folder)).is_relative_to(os.path.abspath(self._folder))
 
     def _reporting(self, storage: str, trial: optuna.Trial) -> list[str]:
         """Return the settings by which a job reports its epochs, for the pruner."""
         if self._pruner == "none":
             return []
         of_trial = {"storage": storage, "study": self._name, "number": trial.number, "pruner": self._pruner}
-        pairs = ",".join(f"{key}:{json.dumps(value)}" for key, value in of_trial.items())
-        return [f"+callbacks.{REPORTER}={{_target_:gtrain.callbacks.trial.TrialReporter,{pairs}}}"]
+        node = {"_target_": "gtrain.callbacks.trial.TrialReporter", **of_trial}
+        key, names = f"callbacks.{REPORTER}", "hydra.job.config.override_dirname.exclude_keys"
+        # A folder that is named by the job's settings would get the slashes of the database's path.
+        excluded = [*OmegaConf.select(self._config, names), key]
+        return [override_of(f"+{key}", node), override_of(names, excluded)]
 
     def _best(self, study: optuna.Study) -> float | None:
         import optuna
@@ -277,17 +308,20 @@ def _finished(study: optuna.Study | None) -> int:
 
 
 def _score(result: JobReturn) -> float | None:
-    """Return the score of a job, None if it failed or has no score; Hydra's launchers log the failure."""
+    """Return the score of a job, None if it failed or has no score."""
     if result.status != JobStatus.COMPLETED or result.return_value is None:
         return None
     value = float(result.return_value)
     return value if math.isfinite(value) else None
 
 
-def _score_name(folder: Path) -> str | None:
-    """Return the name of the score that a job monitored."""
-    best = (RunRecord(folder).summary or {}).get("best")
-    return None if best is None else best["name"]
+def _log_failure(job: int, result: JobReturn) -> None:
+    """Log why a job failed, which Hydra's launchers keep to themselves; nothing if it did not fail."""
+    error = None if result.status == JobStatus.COMPLETED else vars(result)["_return_value"]  # the property raises it
+    if isinstance(error, BaseException):
+        text = messages.readable(error, [])
+        cause = f"{type(error).__name__}: {error}" if text is None else text
+        log.warning("job %d failed: %s", job, cause, exc_info=error if text is None else None)
 
 
 def _tell(study: optuna.Study, trials: Sequence[optuna.Trial], scores: Sequence[float | None]) -> None:
@@ -304,7 +338,7 @@ def _tell(study: optuna.Study, trials: Sequence[optuna.Trial], scores: Sequence[
 
 
 def _job(trial: optuna.trial.FrozenTrial) -> str:
-    return Path(str(trial.user_attrs.get(_FOLDER, "?"))).name
+    return str(trial.user_attrs.get(_JOB, Path(str(trial.user_attrs.get(_FOLDER, "?"))).name))
 
 
 def register() -> None:

@@ -20,7 +20,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gtrain.errors import GtrainError, restored
 from gtrain.launch import slot
@@ -139,6 +139,8 @@ class _Job:
         _, status = os.waitpid(self._pid, 0)
         reply = json.loads(self._content or b"{}")
         result = JobReturn(overrides=self._overrides, status=JobStatus.COMPLETED)
+        # By which a sweeper knows the job's folder, as from Hydra's launchers.
+        result.hydra_cfg = OmegaConf.create({"hydra": {"runtime": {"output_dir": str(self._terminal.parent)}}})
         if "value" in reply:
             result.return_value = reply["value"]
             log.info("job %d is done: %s", self.number, self._terminal)

@@ -22,6 +22,7 @@ KEYS = (
     *("cluster.key_file", "cluster.rendezvous"),
 )
 GIB = 2**30
+_AUTO = "auto"  # config.AUTO; that module imports Hydra, which may be broken
 
 
 @dataclass(frozen=True)
@@ -273,12 +274,12 @@ def judge(facts: dict[str, Any], ranks: int, strategy: str | None) -> list[Findi
     Args:
         facts: from :func:`gtrain.doctor.report.collect`.
         ranks: planned processes on this machine.
-        strategy: the one that must work; None: any of them.
+        strategy: the one that must work; None, or ``auto``, which chooses among them: any of them.
     """
     findings = [
         *_packages(facts["packages"]),
         *_imports(facts["imports"]),
-        *_strategies(facts["strategies"], strategy),
+        *_strategies(facts["strategies"], None if strategy == _AUTO else strategy),
         *(
             Finding(f"{folder} has an .egg-info or .dist-info of an older build, with other strategies.", "delete it.")
             for folder in facts["outdated"]

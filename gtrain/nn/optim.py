@@ -62,6 +62,11 @@ class RowOptimizer(Optimizer):
         if not set_to_none:  # torch's loop, which is slower
             super().zero_grad(set_to_none)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
+        super().load_state_dict(state_dict)
+        _move_state(self)
+
     def _update(self, parameter: Tensor, settings: Mapping[str, Any]) -> None:
         table = _as_table(parameter)
         state = self.state[parameter]
@@ -188,6 +193,7 @@ class JointOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
         super().load_state_dict(state_dict)
+        _move_state(self)
         self._share()
 
     def _share(self) -> None:
@@ -198,6 +204,14 @@ class JointOptimizer(Optimizer):
             self.state.update({} if part.state is self.state else part.state)
             part.param_groups, part.state = self.param_groups[start:end], self.state
             start = end
+
+
+def _move_state(optimizer: Optimizer) -> None:
+    """Move state of rows to the device of its parameter: torch leaves a state named ``step`` on the CPU."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                state[name] = value.to(parameter.device)
 
 
 def _loss_of(closure: Callable[[], Any] | None) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hydra import compose
+from hydra._internal.grammar.utils import escape_special_characters
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, open_dict
@@ -26,7 +27,9 @@ def _quoted(value: Any) -> str:
     if isinstance(value, str):
         return QuotedString(value, Quote.single).with_quotes()
     if isinstance(value, dict):
-        return "{" + ",".join(f"{_quoted(name)}:{_quoted(inner)}" for name, inner in value.items()) + "}"
+        # Hydra's grammar has no quotes around keys.
+        pairs = (f"{escape_special_characters(as_typed(name))}:{_quoted(inner)}" for name, inner in value.items())
+        return "{" + ",".join(pairs) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_quoted, value)) + "]"
     return as_typed(value)

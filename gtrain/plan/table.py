@@ -25,15 +25,12 @@ def show(plan: Plan, *, explain: bool = False, console: Console | None = None) -
     """
     console = console or table_console()
     console.print(_table(plan), soft_wrap=False)
-    console.print(_data_line(plan), highlight=False, soft_wrap=True)
-    for row in plan.rows:
-        if row.estimate is None:
-            console.print(f"{row.title}: no estimate: {row.refusal}", highlight=False, soft_wrap=True)
-    for name, reason in plan.not_served.items():
-        console.print(f"strategy={name} is left out: {reason}", highlight=False, soft_wrap=True)
-    for text in dict.fromkeys(text for row in plan.rows if row.estimate for text in row.estimate.assumptions):
-        console.print(f"assumed: {text}", highlight=False, soft_wrap=True)
-    console.print(plan.reason, highlight=False, soft_wrap=True)
+    lines = [_data_line(plan)]
+    lines += [f"{row.title}: no estimate: {row.refusal}" for row in plan.rows if row.estimate is None]
+    lines += [f"strategy={name} is left out: {reason}" for name, reason in plan.not_served.items()]
+    assumed = dict.fromkeys(text for row in plan.rows if row.estimate for text in row.estimate.assumptions)
+    for line in (*lines, *(f"assumed: {text}" for text in assumed), plan.reason):
+        console.print(Text(line), soft_wrap=True)  # not markup: settings may have brackets
     for row in plan.rows if explain else ():
         if row.estimate is not None:
             _explain(row, console)
@@ -77,16 +74,16 @@ def _data_line(plan: Plan) -> str:
 def _explain(row: Row, console: Console) -> None:
     """Print the terms of a row, by quantity."""
     assert row.estimate is not None
-    console.print(f"\n{row.title}", style="bold", highlight=False)
+    console.print(Text(f"\n{row.title}", "bold"))
     for quantity, unit in UNITS.items():
         terms = [term for term in row.estimate.terms if term.quantity == quantity]
         total = row.estimate.total(quantity)
         if not terms or not total:
             continue
-        console.print(f"  {quantity}: {_value(total, unit)}", highlight=False)
+        console.print(Text(f"  {quantity}: {_value(total, unit)}"))
         for term in terms:
             if term.value >= _FEW * total:
-                console.print(f"    {_value(term.value, unit):>10}  {term.name}: {_put_in(term)}", highlight=False)
+                console.print(Text(f"    {_value(term.value, unit):>10}  {term.name}: {_put_in(term)}"))
 
 
 def _put_in(term: Term) -> str:

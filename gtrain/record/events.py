@@ -21,6 +21,8 @@ from gtrain.errors import GtrainError
 
 FOLDER = "record"
 EVENTS = "events.jsonl"
+SUMMARY = "summary.json"
+"""The results of a run that is complete, in its folder."""
 PROFILE = "profile"
 """The folder of the timelines of ``debug=profile``, in the run's folder."""
 RECORDED = ("train", "test")
@@ -59,7 +61,7 @@ def append(run_dir: Path, event: str, **fields: Any) -> None:
 
 @contextlib.contextmanager
 def recording(run_dir: Callable[[], Path], verb: str, **fields: Any) -> Iterator[None]:
-    """Record the start of a run, and how it ended; the record of an earlier run in this folder is deleted.
+    """Record the start of a run, and how it ended; the record and results of an earlier run in this folder are deleted.
 
     Args:
         run_dir: returns the run's folder, which is another one once the job :func:`resumes` an earlier attempt.
@@ -72,6 +74,7 @@ def recording(run_dir: Callable[[], Path], verb: str, **fields: Any) -> Iterator
     with contextlib.suppress(OSError):
         shutil.rmtree(record_folder(run_dir()), ignore_errors=True)
         record_folder(run_dir()).mkdir(parents=True, exist_ok=True)
+        (run_dir() / SUMMARY).unlink(missing_ok=True)
     append(run_dir(), "start", verb=verb, host=socket.gethostname(), gtrain=__version__, **fields)
     try:
         yield

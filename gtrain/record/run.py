@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gtrain.errors import GtrainError
-from gtrain.record.events import EVENTS, record_folder
+from gtrain.record.events import EVENTS, SUMMARY, record_folder
 from gtrain.record.trials import REPORTER
 
 Row = dict[str, Any]
@@ -72,7 +72,7 @@ class RunRecord:
     def summary(self) -> Row | None:
         """The content of ``summary.json``; None if the run has written none."""
         try:
-            return json.loads((self.path / "summary.json").read_text())
+            return json.loads((self.path / SUMMARY).read_text())
         except (OSError, ValueError):
             return None
 
@@ -88,7 +88,7 @@ class RunRecord:
             ProcessRecord(path.stem.replace("-", " "), list(_rows(path)))
             for path in record_folder(self.path).glob("*-*.jsonl")
         ]
-        return sorted(processes, key=lambda process: (not process.is_rank, *_by_number(process.label)))
+        return sorted(processes, key=lambda process: (not process.is_rank, *by_number(process.label)))
 
     @property
     def ranks(self) -> list[ProcessRecord]:
@@ -98,7 +98,7 @@ class RunRecord:
     @cached_property
     def tests(self) -> list[Row]:
         """The test's summary of each rank."""
-        paths = sorted(record_folder(self.path).glob("test-rank-*.json"), key=lambda path: _by_number(path.stem))
+        paths = sorted(record_folder(self.path).glob("test-rank-*.json"), key=lambda path: by_number(path.stem))
         return [json.loads(path.read_text()) for path in paths]
 
     @property
@@ -175,6 +175,18 @@ class RunRecord:
             return [{"epoch": row["epoch"], "time": row["time"], **row.get("metrics", {})} for row in rows]
         return list((self.summary or {}).get("history", []))
 
+    def direction_of(self, score: str) -> str | None:
+        """Return ``min`` or ``max`` if the checkpoint of this run tells which values of a score are better, else None.
+
+        What it says of ``val/mse`` is true of ``test/mse`` too.
+        """
+        best, configured = (self.summary or {}).get("best") or {}, self.start.get("checkpoint") or {}
+        for said, key in ((best, "name"), (configured, "monitor")):
+            name, direction = said.get(key), said.get("direction")
+            if name and direction in ("min", "max") and name.partition("/")[2] == score.partition("/")[2]:
+                return str(direction)
+        return None
+
     @cached_property
     def overrides(self) -> list[str]:
         """The overrides of the command line."""
@@ -220,7 +232,7 @@ def find_runs(paths: list[Path]) -> list[RunRecord]:
         if not path.is_dir():
             raise GtrainError(f"{path} was given; it is not a folder.", hint="name the folder of a run.")
         inner = sorted(
-            (each for each in path.iterdir() if each.is_dir() and is_run(each)), key=lambda p: _by_number(p.name)
+            (each for each in path.iterdir() if each.is_dir() and is_run(each)), key=lambda p: by_number(p.name)
         )
         runs = [path] if is_run(path) else inner
         if not runs:
@@ -234,10 +246,10 @@ def find_runs(paths: list[Path]) -> list[RunRecord]:
 
 def is_run(path: Path) -> bool:
     """Whether a folder is that of a run that trained or tested, or was to."""
-    return any((path / name).exists() for name in ("summary.json", f"record/{EVENTS}", "run.json"))
+    return any((path / name).exists() for name in (SUMMARY, f"record/{EVENTS}", "run.json"))
 
 
-def _by_number(name: str) -> tuple[str, int]:
+def by_number(name: str) -> tuple[str, int]:
     """Return a key that orders names which end in a number."""
     digits = name[len(name.rstrip("0123456789")) :]
     return name.removesuffix(digits), int(digits or 0)

@@ -40,7 +40,7 @@ def write_comparison(runs: list[RunRecord], path: Path) -> list[Figure]:
         folders=sorted({str(run.path.resolve().parent) for run in runs}),
         rows=rows,
         metrics=metrics,
-        best={name: _best(rows, name) for name in metrics},
+        best={name: _best(runs, rows, name) for name in metrics},
         failures=[(name, failure) for name, failure in failures if failure is not None],
         sections=sections,
     )
@@ -50,13 +50,20 @@ def write_comparison(runs: list[RunRecord], path: Path) -> list[Figure]:
 def run_names(runs: list[RunRecord]) -> list[str]:
     """Return a name for each run: the settings in which the runs differ, or else its folder; all are different."""
     varied = differing([{**run.settings, **run.choices} for run in runs])
-    names = []
+    folders = [run.name for run in runs]
+    folders = [str(run.path) if folders.count(run.name) > 1 else run.name for run in runs]
+    settings = []
     for number, run in enumerate(runs):
         words = [value if key in run.choices else f"{key.rpartition('.')[2]}={value}" for key, values in varied.items()
                  if (value := values[number]) is not None]  # fmt: skip
-        names.append(" ".join(words) or run.name)
-    repeated = {name for name in names if names.count(name) > 1}
-    return [f"{name} ({run.name})" if name in repeated else name for name, run in zip(names, runs, strict=True)]
+        settings.append(" ".join(words))
+    names = [
+        folder if not text else f"{text} ({folder})" if settings.count(text) > 1 else text
+        for text, folder in zip(settings, folders, strict=True)
+    ]
+    # A run may be given twice.
+    again = [names[:number].count(name) for number, name in enumerate(names)]
+    return [f"{name} #{number + 1}" if number else name for name, number in zip(names, again, strict=True)]
 
 
 def comparison_rows(runs: list[RunRecord], names: list[str]) -> list[Row]:
@@ -81,10 +88,11 @@ def comparison_rows(runs: list[RunRecord], names: list[str]) -> list[Row]:
     return rows
 
 
-def _best(rows: list[Row], name: str) -> float | None:
+def _best(runs: list[RunRecord], rows: list[Row], name: str) -> float | None:
     """Return the best value of a score; None with fewer than two."""
     values = [row["metrics"][name] for row in rows if row["metrics"].get(name) is not None]
-    return None if len(values) < 2 else float(better(name, values))
+    directions = (told for run in runs if (told := run.direction_of(name)) is not None)
+    return None if len(values) < 2 else float(better(name, values, next(directions, None)))
 
 
 def _curves(runs: list[RunRecord], names: list[str]) -> list[Figure]:

@@ -198,7 +198,7 @@ def _table(listed: list[ListedRun]) -> Table:
     for heading in ("data", "model", "strategy"):
         table.add_column(heading, no_wrap=True)
     for heading in ("ranks", "epochs", f"best {min(scores)}" if len(scores) == 1 else "best", "seconds"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(Text(heading), justify="right", no_wrap=True)
     table.add_column("state", overflow="fold", min_width=11)
     for run in listed:
         name = f"{run.score} " if len(scores) > 1 else ""
@@ -206,11 +206,11 @@ def _table(listed: list[ListedRun]) -> Table:
         text = Text(run.state, COLOURS.get(run.state, "yellow"))
         if run.verb not in (None, "train"):
             text.append(f" {run.verb}", "dim")
-        if run.cause:
-            text.append(f": {_short(run.cause)}", "dim")
+        if cause := _short(run.cause or ""):
+            text.append(f": {cause}", "dim")
         seconds = "-" if run.seconds is None else f"{run.seconds:,.0f}"
         names = (Text(value) for value in (run.folder, run.data, run.model, run.strategy))
-        table.add_row(*names, _number(run.ranks), _number(run.epochs), best, seconds, text)
+        table.add_row(*names, _number(run.ranks), _number(run.epochs), Text(best), seconds, text)
     return table
 
 
@@ -219,6 +219,9 @@ def _number(value: int | None) -> str:
 
 
 def _short(text: str) -> str:
-    """Return the first line of a message, cut to a few words."""
-    line = text.strip().splitlines()[0]
-    return line if len(line) <= _CAUSE else line[: line.rfind(" ", 0, _CAUSE)] + " ..."
+    """Return the first line of a message, cut to a few words; empty if it has none."""
+    line = next(iter(text.strip().splitlines()), "")
+    if len(line) <= _CAUSE:
+        return line
+    end = line.rfind(" ", 0, _CAUSE)
+    return line[: end if end > 0 else _CAUSE] + " ..."

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import altair as alt
 import numpy as np
@@ -17,22 +20,40 @@ _MOST = 1000
 """Points of the picture; t-SNE of more takes longer than most readers wait."""
 _COLOURED = 20
 """Classes with a colour each; with more, the rare ones share grey."""
+_LINEAR = "the first two principal components"
 
 
 def read_hidden(files: list[Path]) -> tuple[NDArray[np.int64], Points, NDArray[np.int64] | None]:
-    """Return ids, rows ``[n, D]`` and labels (None without) of the samples of all ranks, each id once."""
-    samples = [dict(np.load(file)) for file in files]
+    """Return ids, rows ``[n, D]`` and labels (None without) of the samples of all ranks, each id once.
+
+    Rows that are not finite, and files that cannot be read, are left out.
+    """
+    samples = [sample for file in files if (sample := _read(file)) is not None]
+    if not samples:
+        return np.empty(0, np.int64), np.empty((0, 0)), None
     ids, first = np.unique(np.concatenate([sample["id"] for sample in samples]), return_index=True)
     rows = np.concatenate([sample["values"] for sample in samples])[first]
     labelled = all("label" in sample for sample in samples)
     labels = np.concatenate([sample["label"] for sample in samples])[first] if labelled else None
-    step = max(1, -(-len(ids) // _MOST))
-    keep = slice(None, None, step)
-    return ids[keep], np.nan_to_num(rows[keep].astype(np.float64)), None if labels is None else labels[keep]
+    keep = np.flatnonzero(np.isfinite(rows).all(1))
+    keep = keep[:: max(1, -(-len(keep) // _MOST))]
+    return ids[keep], rows[keep].astype(np.float64), None if labels is None else labels[keep]
+
+
+def _read(file: Path) -> dict[str, NDArray[Any]] | None:
+    """Return the arrays of a sample; None if it is damaged, or was cut off by the end of its process."""
+    try:
+        with np.load(file) as arrays:
+            sample = dict(arrays)
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error):
+        return None
+    return sample if {"id", "values"} <= set(sample) and sample["values"].ndim == 2 else None
 
 
 def project(rows: Points) -> tuple[Points, str]:
     """Return a point ``[n, 2]`` for each row, and the method: openTSNE, UMAP, or principal components."""
+    if rows.shape[1] < 2 or np.linalg.matrix_rank(rows - rows.mean(0)) < 2:  # points of one line, or of one place
+        return principal_components(rows, 2), _LINEAR
     rows = principal_components(rows, 50)
     if len(rows) > 30 and importlib.util.find_spec("openTSNE") is not None:
         from openTSNE import TSNE
@@ -43,7 +64,7 @@ def project(rows: Points) -> tuple[Points, str]:
         from umap import UMAP
 
         return UMAP(random_state=0).fit_transform(rows), "UMAP"
-    return principal_components(rows, 2), "the first two principal components; openTSNE is not installed"
+    return principal_components(rows, 2), f"{_LINEAR}; openTSNE is not installed"
 
 
 def principal_components(rows: Points, count: int) -> Points:
@@ -74,6 +95,8 @@ def picture(
     if len(ids) < 3:
         return []
     points, method = project(rows)
+    if not np.isfinite(points).all():
+        points, method = principal_components(rows, 2), _LINEAR
     points = points / (np.abs(points).max() or 1.0)
     table: Table = [
         {"x": round(float(x), 4), "y": round(float(y), 4), "name": name}

@@ -161,7 +161,7 @@ def _predictions(run: RunRecord) -> list[Figure]:
     true, predicted = (
         np.asarray([value for each in scored for value in each.get(name, ())]) for name in ("true", "predicted")
     )
-    shown = np.isfinite(predicted)
+    shown = np.isfinite(predicted) & np.isfinite(true)
     if not shown.any():
         return []
     points = thin(list(zip(true[shown].tolist(), predicted[shown].tolist(), strict=True)), _POINTS)
@@ -294,9 +294,10 @@ def by_degree(scored: list[Row], task: str) -> list[Figure]:
     """Return the mean score by in-degree.
 
     Args:
-        scored: rows with ``degree`` and ``score``.
+        scored: rows with ``degree`` and ``score``; those whose score is not finite are left out.
         task: of the test; the degree is that of an edge's target if it is ``edges``.
     """
+    scored = [row for row in scored if np.isfinite(row["score"])]
     if not scored:
         return []
     degrees = np.asarray([row["degree"] for row in scored])

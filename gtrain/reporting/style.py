@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,11 +44,20 @@ class Figure:
 def make_figure(
     name: str, title: str, description: str, chart: Any, *, note: str = "", wide: bool = False, height: int = HEIGHT
 ) -> Figure:
-    """Return a figure of a chart of Altair, with the theme."""
+    """Return a figure of a chart of Altair, with the theme; numbers that are not finite are left out of it."""
     themed = chart.properties(width="container", height=height).configure(**_THEME)
-    spec = themed.to_dict()
+    spec = _finite(themed.to_dict())
     spec["autosize"] = {"type": "fit-x", "contains": "padding"}
     return Figure(name, title, description, spec, note, wide)
+
+
+def _finite(node: Any) -> Any:
+    """Return a specification with None, which has no mark, for NaN and infinity, which JSON lacks."""
+    if isinstance(node, dict):
+        return {name: _finite(value) for name, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [_finite(value) for value in node]
+    return None if isinstance(node, float) and not math.isfinite(node) else node
 
 
 def colour(field: str, names: Sequence[str], title: str | None = None) -> alt.Color:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import sys
 from collections.abc import Sequence
@@ -36,8 +37,10 @@ def show(folder: Path) -> None:
     settings = {key: [_MISSING if text is None else text for text in texts] for key, texts in varied.items()}
     _write(folder / FILE, jobs, settings)
     console = table_console()
-    console.print(_table(jobs, settings))
-    console.print(f"the table as CSV: {folder / FILE}", highlight=False, soft_wrap=True)
+    scores = {job.score for job in jobs if job.score is not None}
+    directions = (told for record in records for score in scores if (told := record.direction_of(score)) is not None)
+    console.print(_table(jobs, settings, next(directions, None)))
+    console.print(Text(f"the table as CSV: {folder / FILE}"), soft_wrap=True)
 
 
 def _order(path: Path) -> tuple[int, str]:
@@ -55,25 +58,25 @@ def _write(path: Path, jobs: Sequence[ListedRun], settings: dict[str, list[str]]
             rows.writerow([job.folder, *values, job.score, job.best, job.epochs, job.seconds, job.state, job.cause])
 
 
-def _table(jobs: Sequence[ListedRun], settings: dict[str, list[str]]) -> Table:
-    """Return the table; the best score is bold if all jobs have the same one."""
+def _table(jobs: Sequence[ListedRun], settings: dict[str, list[str]], direction: str | None) -> Table:
+    """Return the table; the best score, by the ``direction`` of the jobs, is bold if all jobs have the same one."""
     scores = {job.score for job in jobs if job.score is not None}
     known = [job.best for job in jobs if job.best is not None]
-    first = better(next(iter(scores)), known) if len(scores) == 1 and known else None
+    first = better(next(iter(scores)), known, direction) if len(scores) == 1 and known else None
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     for heading in ("job", *_short(list(settings))):
-        table.add_column(heading, overflow="fold")
+        table.add_column(Text(heading), overflow="fold")  # [src,dst] is text, not markup
     for heading in (f"best {min(scores)}" if len(scores) == 1 else "best", "epochs", "seconds"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(Text(heading), justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for number, job in enumerate(jobs):
         name = f"{job.score} " if len(scores) > 1 else ""
         best = Text(_MISSING if job.best is None else f"{name}{job.best:.4f}", "bold" if job.best == first else "")
         seconds = _MISSING if job.seconds is None else f"{job.seconds:,.0f}"
         state = Text(job.state, COLOURS.get(job.state, "yellow"))
-        values = [_rounded(texts[number]) for texts in settings.values()]
+        values = [Text(_rounded(texts[number])) for texts in settings.values()]
         epochs = _MISSING if job.epochs is None else str(job.epochs)
-        table.add_row(job.folder, *values, best, epochs, seconds, state)
+        table.add_row(Text(job.folder), *values, best, epochs, seconds, state)
     return table
 
 
@@ -84,8 +87,10 @@ def _short(keys: Sequence[str]) -> list[str]:
 
 
 def _rounded(text: str) -> str:
-    """Return a number with four digits, and any other text as it is."""
-    try:
-        return f"{float(text):.4g}" if len(text) > 8 else text
-    except ValueError:
+    """Return a long number with four digits; a whole number, such as a seed, and any other text as it is."""
+    with contextlib.suppress(ValueError):
+        int(text)
         return text
+    with contextlib.suppress(ValueError):
+        return f"{float(text):.4g}" if len(text) > 8 else text
+    return text

@@ -15,6 +15,7 @@ from typing import Any
 
 from gtrain.errors import GtrainError
 from gtrain.files import replace_text
+from gtrain.record.run import by_number
 from gtrain.reporting.command import take_options
 
 Event = dict[str, Any]
@@ -41,6 +42,7 @@ def main(arguments: list[str]) -> None:
         raise GtrainError(f"operators={options['operators']} was set.", hint="set true or false.")
     path = Path(options["output"] or folders[0] / "trace.json")
     content = make_trace(folders[0], operators=options["operators"] == "true")
+    path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, json.dumps(content))
     print(f"trace: {path}, for https://ui.perfetto.dev")
 
@@ -57,7 +59,7 @@ def make_trace(run_dir: Path, *, operators: bool = True) -> dict[str, Any]:
     """
     folder = run_dir / "profile"
     processes = [json.loads(path.read_text()) for path in sorted(folder.glob("spans-*.json"))]
-    processes.sort(key=lambda process: (not process["process"].startswith("rank "), process["process"]))
+    processes.sort(key=lambda process: (not process["process"].startswith("rank "), *by_number(process["process"])))
     ranks = [process for process in processes if "spans" in process]
     if not ranks:
         raise GtrainError(
@@ -70,7 +72,7 @@ def make_trace(run_dir: Path, *, operators: bool = True) -> dict[str, Any]:
     for process in processes:
         process["executed"] = [span for span in process.get("executed", []) if _key(process["process"], span) in sent]
     starts = [span["start"] for rank in ranks for span in (*rank["spans"], *rank["sent"])]
-    origin = min([row["time"] for rank in ranks for row in rank["samples"]] + starts)
+    origin = min([row["time"] for rank in ranks for row in rank["samples"]] + starts, default=0)
     events: list[Event] = []
     where: dict[tuple[str, ...], tuple[int, int]] = {}  # pid and lane of each executed request
     for number, process in enumerate(processes, start=1):

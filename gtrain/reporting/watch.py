@@ -118,8 +118,8 @@ def _curves(run: RunRecord, width: int) -> list[RenderableType]:
     for name in names[:8]:
         values = [row[name] for row in run.history if row.get(name) is not None]
         if values:
-            best = f"best {better(name, values):.4f}"
-            table.add_row(name, Text(sparkline(values, columns), "cyan"), f"{values[-1]:.4f}", best)
+            best = f"best {better(name, values, run.direction_of(name)):.4f}"
+            table.add_row(Text(name), Text(sparkline(values, columns), "cyan"), f"{values[-1]:.4f}", best)
     return [table] if table.row_count else []
 
 

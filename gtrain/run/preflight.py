@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from omegaconf import OmegaConf
 from torchmetrics import MetricCollection
 
 from gtrain import backends, targets
-from gtrain.callbacks.checkpoint import unknown_monitor
+from gtrain.callbacks.checkpoint import check_stopping, unknown_monitor
 from gtrain.callbacks.predictions import check_output
 from gtrain.config import APPLYING, PREPARING
+from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
 from gtrain.launch import launchers
 from gtrain.model.classification import Classifier
@@ -86,6 +88,7 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
     strategy.serves.check_parts(strategy.strategy_name, data.num_parts, ranks)
     _check_accelerator(config["trainer"]["accelerator"], config["trainer"]["devices"])
     _check_monitors(config, sketch)
+    _check_stopping(config, data)
     _check_dirpaths(config)
     trainer = make_trainer(config, strategy, data)
     if sketch.model is None or not sketch.certain:
@@ -245,6 +248,28 @@ def _check_monitors(config: dict[str, Any], sketch: ModelSketch) -> None:
             continue
         if has_plain_constructor(build.find_target(node["_target_"], key)):
             raise unknown_monitor("model.score" if monitor == score else f"{key}.monitor", monitor, logged)
+
+
+def _check_stopping(config: dict[str, Any], data: GraphDataModule) -> None:
+    """Refuse to stop early by a score of a validation that the settings turn off.
+
+    Raises:
+        ConfigError: names the callback and the setting.
+    """
+    trainer, split = config["trainer"], data.split
+    reason = None
+    if not trainer["limit_val_batches"]:
+        reason = "trainer.limit_val_batches=0"
+    elif split.kind in ("random", "time") and split.val_fraction == 0:
+        reason = "data.val_fraction=0"
+    elif split.kind == "per_class" and split.val_per_class == 0:
+        reason = "data.val_per_class=0"
+    if config["verb"] != "train" or reason is None or trainer["fast_dev_run"]:
+        return
+    for name, node in config["callbacks"].items():
+        target = build.find_target(node["_target_"], f"callbacks.{name}") if isinstance(node, dict) and node else None
+        if isinstance(target, type) and issubclass(target, EarlyStopping):
+            check_stopping(f"callbacks.{name}", node.get("monitor"), node.get("strict", True), reason)
 
 
 def logged_values(sketch: ModelSketch) -> set[str]:

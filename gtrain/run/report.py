@@ -28,11 +28,19 @@ PACKAGES = ("torch", "lightning", "torch-geometric", "hydra-core", "omegaconf", 
 
 @dataclass(frozen=True)
 class BestScore:
-    """The best value of the monitored score, and its epoch, from 0; None if the epoch is unknown."""
+    """The best value of the monitored score.
+
+    Attributes:
+        name: of the score.
+        value: the best one.
+        epoch: its epoch, from 0; None if it is unknown.
+        direction: whether the lowest value is the best, ``min``, or the highest, ``max``.
+    """
 
     name: str
     value: float
     epoch: int | None
+    direction: str
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ def summary(
         "resolved": resolved or {},
         "metrics": {name: _number(value) for name, value in epoch_metrics.metrics.items()},
         "metrics_epoch": epoch_metrics.epoch_of,
-        "best": None if best is None else {"name": best.name, "value": _number(best.value), "epoch": best.epoch},
+        "best": None if best is None else {**asdict(best), "value": _number(best.value)},
         "history": [{name: _number(value) for name, value in epoch.items()} for epoch in recorder.history],
         "ranks": ranks,
         "store": {
@@ -149,17 +157,18 @@ def print_summary(content: dict[str, Any], run_dir: Path) -> None:
     """Print the metrics and the time of the run, then the memory and the bytes of each rank."""
     console = Console()
     title = f"strategy={content['strategy']} data={content['data']} model={content['model']}"
-    result = _table("value", "after epoch", names="result", title=title)
+    # Names and values are text, not markup: val/f1[macro].
+    result = _table("value", "after epoch", names="result", title=Text(title, "table.title"))
     for name, value in content["metrics"].items():
         best_possible = name.startswith("data/")
         epoch = "expected best" if best_possible else _epoch(content["metrics_epoch"].get(name))
-        result.add_row(name, _score(value), epoch)
+        result.add_row(Text(name), _score(value), epoch)
     if (best := content["best"]) is not None:
-        result.add_row(f"best {best['name']}", _score(best["value"]), _epoch(best["epoch"]))
+        result.add_row(Text(f"best {best['name']}"), _score(best["value"]), _epoch(best["epoch"]))
     if sampled := content["config"].get("model", {}).get("num_candidates"):
         result.add_row("ranked against", f"{sampled:,} sampled candidates")
     for name, value in content["resolved"].items():
-        result.add_row(name, str(value))
+        result.add_row(Text(name), Text(str(value)))
     if content["epochs"]:
         result.add_row("epochs", str(content["epochs"]))
         result.add_row("seconds", f"{content['fit_seconds']:.1f}")
@@ -168,10 +177,10 @@ def print_summary(content: dict[str, Any], run_dir: Path) -> None:
         result.add_row(content["throughput"]["unit"], f"{content['throughput']['value']:,.0f}")
     console.print(result)
     console.print(_rank_table(content["ranks"]))
-    console.print(f"run folder: {run_dir}", highlight=False, soft_wrap=True)
+    console.print(Text(f"run folder: {run_dir}"), soft_wrap=True)
 
 
-def _table(*numbers: str, names: str | None = None, title: str | None = None) -> Table:
+def _table(*numbers: str, names: str | None = None, title: str | Text | None = None) -> Table:
     """Return an empty table with the headings of a column of names, if there is one, and of columns of numbers."""
     table = Table(*([] if names is None else [names]), title=title, title_justify="left")
     for heading in numbers:
@@ -231,7 +240,7 @@ def print_partition(store: Store) -> None:
     for split in HELD_OUT:
         if held_out := sum(store.held_out_size(split, edge_type) for edge_type in store.edge_types):
             console.print(f"{split} edges, held out: {held_out:,}")
-    console.print(f"store: {store.path}", highlight=False, soft_wrap=True)
+    console.print(Text(f"store: {store.path}"), soft_wrap=True)
 
 
 def print_schema(columns: list[ColumnFact], *, as_json: bool) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from omegaconf import DictConfig
 
 from gtrain import backends, targets
-from gtrain.callbacks.checkpoint import RunCheckpoint
+from gtrain.callbacks.checkpoint import RunCheckpoint, check_stopping
 from gtrain.callbacks.loggers import end_wandb, log_configuration, log_ranks, make_loggers, silent_loggers
 from gtrain.callbacks.predictions import PredictionWriter, check_output, format_of, types_beside
 from gtrain.callbacks.progress import ProgressLine
@@ -241,7 +241,7 @@ class Task:
             content = report.summary(
                 config, self.choices, data, recorder, epoch_metrics, ranks, fit_seconds, resolved, preparation
             )
-            report.write(run_dir / "summary.json", content)
+            report.write(run_dir / events.SUMMARY, content)
             log_ranks(trainer.loggers, ranks, trainer.global_step)
             report.print_summary(content, run_dir)
         return None if best is None else best.value
@@ -318,7 +318,18 @@ class Task:
         if data.num_seeds("val") == 0:
             # A data set may hold nothing out for validation.
             settings["limit_val_batches"] = 0
-        callbacks = [build.make(node, f"callbacks.{name}") for name, node in self.config["callbacks"].items() if node]
+        made = {
+            f"callbacks.{name}": build.make(node, f"callbacks.{name}")
+            for name, node in self.config["callbacks"].items()
+            if node
+        }
+        if self.config["verb"] == "train" and not settings["limit_val_batches"] and not settings["fast_dev_run"]:
+            for key, callback in made.items():
+                if isinstance(callback, EarlyStopping):
+                    empty = f"the validation split of {data.origin} is empty"
+                    reason = "trainer.limit_val_batches=0" if data.num_seeds("val") else empty
+                    check_stopping(key, callback.monitor, callback.strict, reason)
+        callbacks = [*made.values()]
         savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
         for callback in savers:
             if not settings["limit_val_batches"]:
@@ -461,7 +472,8 @@ def _best(trainer: pl.Trainer) -> report.BestScore | None:
     callback = trainer.checkpoint_callback
     if not isinstance(callback, ModelCheckpoint) or callback.monitor is None or callback.best_model_score is None:
         return None
-    return report.BestScore(callback.monitor, float(callback.best_model_score), getattr(callback, "best_epoch", None))
+    epoch = getattr(callback, "best_epoch", None)
+    return report.BestScore(callback.monitor, float(callback.best_model_score), epoch, callback.mode)
 
 
 def _silence_lightning() -> None:

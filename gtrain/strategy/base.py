@@ -135,6 +135,7 @@ class GraphStrategy(ParallelStrategy):
         self.counters = Counters()
         self.group = Group(counters=self.counters)
         self._group_formed = self._accumulating = self._holdings_reported = False
+        self._share_of_step: float | Tensor = 1.0  # of the losses of a step with manual optimization
         self._shards: dict[Path, Any] = {}
         self.trainer: pl.Trainer | None = None
         self._servers: Servers | None = None
@@ -529,12 +530,53 @@ class GraphStrategy(ParallelStrategy):
             assert self.trainer is not None
             batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
             self._exact.start_step(self.trainer.current_epoch, batch_idx, self.dropout_rows(args[0]))
+        if self._optimizes_manually:
+            return self._manual_step(*args, **kwargs)
         output = super().training_step(*args, **kwargs)
         if output is None or self.world_size == 1 or not self.lockstep:
             return output
         loss = output["loss"] if isinstance(output, Mapping) else output
         scaled = _scaled(loss, self.loss_share(output, args[0]))
         return {**output, "loss": scaled} if isinstance(output, Mapping) else scaled
+
+    @property
+    def _optimizes_manually(self) -> bool:
+        """Whether the module's step makes its backward passes itself, and other ranks take the same step."""
+        assert self.lightning_module is not None
+        return not self.lightning_module.automatic_optimization and self.world_size > 1 and self.lockstep
+
+    def _manual_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step with manual optimization, in which :meth:`backward` scales losses and sums gradients.
+
+        Raises:
+            ConfigError: the step returns a weight, which was needed before its backward passes.
+        """
+        self._share_of_step = self.loss_share(None, args[0])
+        output = super().training_step(*args, **kwargs)
+        if isinstance(output, Mapping) and output.get("weight") is not None:
+            raise ConfigError(
+                f"{type(self.lightning_module).__name__}.training_step returned a weight; with manual optimization a "
+                "loss is the mean over the batch's seeds.",
+                hint="use automatic optimization, or return no weight and let the loss be the mean over batch.seeds.",
+            )
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a backward pass. With manual optimization it takes the rank's share of the loss.
+
+        Each of a step's passes then sums the gradients that it has added, and no others, over the ranks: so gradients
+        that are accumulated, clipped or divided among optimizers are those of a single process.
+        """
+        if not self._optimizes_manually:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        assert self.lightning_module is not None
+        earlier = [(p, p.grad) for p in self.lightning_module.parameters() if p.requires_grad and p.grad is not None]
+        for parameter, _ in earlier:
+            parameter.grad = None
+        loss = super().backward(_scaled(closure_loss, self._share_of_step), optimizer, *args, **kwargs)
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+        return loss
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._exact is not None:

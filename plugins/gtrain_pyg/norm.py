@@ -359,8 +359,12 @@ def check_uncached(module: nn.Module) -> None:
 
 
 def _key(tensor: Tensor) -> Key:
-    """Return what identifies a tensor and its first rows or columns: their common start in memory."""
-    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
+    """Return what identifies a tensor and its first rows or columns: their common start in memory.
+
+    Storages without memory, which empty tensors have, all start at 0: such a storage is identified as an object.
+    """
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage._cdata, int(tensor.storage_offset())
 
 
 def _took_all(nodes: Any, edge_type: EdgeType, options: SamplingOptions, count: int) -> Tensor:

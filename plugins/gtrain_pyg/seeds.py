@@ -333,6 +333,9 @@ class LinkSeeds(SeedSource):
         else:
             (source_ids, heads), (target_ids, tails) = self._unique(at_source), self._unique(at_target)
             nodes = {source: source_ids, target: target_ids}
+        # Batches that were sampled ahead of an epoch's last step are never assembled. A thread may be an epoch late.
+        for key in [key for key in list(self._pending) if key[0] < step.epoch - 1]:
+            self._pending.pop(key, None)
         self._pending[step.epoch, step.number] = edges, heads, tails
         return Roots(nodes, None if self._last is None else self._times(edges, self._last))
 

@@ -303,8 +303,8 @@ class PygStrategy(GraphStrategy):
         assert self.lightning_module is not None
         with HopMeter(self.lightning_module) as meter:
             output = super().training_step(*args, **kwargs)
-        loss = output["loss"] if isinstance(output, Mapping) else output
-        if loss is not None:
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is not None and loss.requires_grad:  # with manual optimization a step may return any value, or none
             check_hops(options.num_neighbors, meter.hops(loss))
         return output
 

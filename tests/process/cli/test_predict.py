@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import lightning.pytorch as pl
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import scipy.sparse as sp
+import torch
 from forked import gtrain
-from helpers import ok, summary
+from helpers import REPO, ok, summary
 from torch import nn
+from torch_geometric.data import Data
 from torch_geometric.nn import GCN, MLP
 
-from gtrain.callbacks.predictions import NodeIds, check_output, format_of, last_layer, write_parquet
+from gtrain.callbacks.predictions import NodeIds, PredictionWriter, check_output, format_of, last_layer, write_parquet
 from gtrain.errors import ConfigError
+from gtrain.graph.store import Store
+from gtrain_single.strategy import SingleStrategy
 
 SMALL = ["model=sage", "data.num_nodes=300", "data.num_edges=2400", "data.num_features=16", "data.num_classes=4"]
 
@@ -74,6 +81,22 @@ def test_nodes_without_scores_have_no_prediction(tmp_path: Path) -> None:
     write_parquet(tmp_path / "n", scores[:, :1], NodeIds(None), "node", predicts="number")
     numbers = pq.read_table(tmp_path / "n").to_pydict()["prediction"]
     assert numbers == [pytest.approx(0.1), None, pytest.approx(0.8)]
+
+
+def test_rows_of_a_device_and_batches_without_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without seeds in a step predicts no rows."""
+    monkeypatch.syspath_prepend(REPO / "tests" / "assets")
+    pretended = importlib.import_module("devices.pretended").Pretended
+    store, module = SimpleNamespace(facts={}, num_nodes_of=lambda node_type: 3), pl.LightningModule()
+    writer = PredictionWriter(tmp_path / "s.npy", "npy", cast(Store, store), SingleStrategy(), False, "node")
+    trainer = cast(pl.Trainer, None)
+    writer.on_predict_start(trainer, module)
+    for seeds in ([2, 0], []):
+        batch = Data(orig_id=pretended(torch.tensor([1, 0, 2])), seeds=pretended(torch.tensor(seeds).long()))
+        outputs = pretended(torch.tensor([[5.0, 6.0], [7.0, 8.0]])[: len(seeds)])
+        writer.on_predict_batch_end(trainer, module, outputs, batch, 0)
+    writer.on_predict_end(trainer, module)
+    np.testing.assert_array_equal(np.load(tmp_path / "s.npy"), [[np.nan, np.nan], [7, 8], [5, 6]])
 
 
 def test_what_is_refused_before_anything_is_computed(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import forked
 import pytest
 from helpers import ok, summary
 
+from gtrain.reporting import trace as command
+
 RUN = (
     *("strategy=ps", "trainer.num_nodes=2", "strategy.servers=2", "model=sparse", "data=planted_sparse"),
     *("debug=profile", "callbacks.timeline.first_epoch=0", "callbacks.timeline.max_batches=100000"),
@@ -66,3 +68,16 @@ def test_a_trace_of_two_ranks_and_two_servers(tmp_path: Path) -> None:
         assert sent["ts"] <= done["ts"] and done["ts"] + done["dur"] <= sent["ts"] + sent["dur"] + 1000
     arrows = Counter((event["name"], event["ph"]) for event in events if event.get("cat") == "flow")
     assert arrows == {(name, end): len(both) for name in ("request", "reply") for end in ("s", "f")}
+
+
+def test_processes_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    (tmp_path / "profile").mkdir()
+    for name in ("rank 0", "rank 10", "rank 2", "parameter 0"):
+        process = {"process": name, "host": "here", "sent": [], "samples": [], "epochs": [0]}
+        process |= {"spans": []} if name.startswith("rank") else {"executed": []}
+        (tmp_path / "profile" / f"spans-{name.replace(' ', '-')}.json").write_text(json.dumps(process))
+    output = tmp_path / "new" / "folder" / "trace.json"
+    command.main([str(tmp_path), f"output={output}"])
+    events = json.loads(output.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["rank 0", "rank 2", "rank 10", "parameter 0"]

@@ -48,3 +48,12 @@ def test_accumulated_gradients_are_summed_over_ranks_once(tmp_path: Path) -> Non
     program = PROGRAM.parent / "loops" / "accumulate.py"
     done = ok(forked.python(str(program), cwd=tmp_path))
     assert float(done.stdout.rsplit("RESULT ", 1)[1]) < 1e-6  # printed parameters are compared in single precision
+
+
+@pytest.mark.parametrize("strategy", ["sar", pytest.param("pyg", marks=pytest.mark.slow)])
+def test_manual_optimization_is_that_of_one_process(strategy: str, tmp_path: Path) -> None:
+    """Gradients of several backward passes are clipped and divided among two optimizers."""
+    program = PROGRAM.parent / "loops" / "manual.py"
+    done = ok(forked.python(str(program), strategy, cwd=tmp_path))
+    difference, change = json.loads(done.stdout.rsplit("RESULT ", 1)[1])
+    assert difference < 1e-10 and change > 0.1

@@ -71,7 +71,7 @@ def test_whole_graphs(sweep: Sweep, houses: list[str], model: str, loss: str) ->
     (sharded,) = sweep("strategy=sar", "mode=1", "trainer.num_nodes=2", *arguments, name="sar")
     agree(single, sharded)
     lowest = min(single["history"], key=lambda epoch: epoch["val/mae"])
-    best = {"name": "val/mae", "value": lowest["val/mae"], "epoch": lowest["epoch"]}
+    best = {"name": "val/mae", "value": lowest["val/mae"], "epoch": lowest["epoch"], "direction": "min"}
     assert single["best"] == best and single["history"][-1]["val/mae"] < 4000
 
 

@@ -53,6 +53,9 @@ def test_several_values_without_multirun() -> None:
         (["--config-dir", "train", "train"], ["--config-dir", "train", "verb=train"]),
         (["--multirun", "seed=1,2"], ["--multirun", "seed=1,2"]),
         (["~logger", "+trainer.x=1"], ["~logger", "+trainer.x=1"]),
+        (["neighbors", "run=kg", "neighbors", "e1"], ["verb=neighbors", "run=kg", "neighbors", "e1"]),
+        (["report", "report", "runs"], ["verb=report", "report", "runs"]),
+        (["output=x", "runs", "--help"], ["output=x", "verb=runs", "--help"]),
     ],
 )
 def test_a_verb_becomes_an_override(arguments: list[str], expected: list[str]) -> None:

@@ -284,6 +284,8 @@ def test_a_mistake_is_refused_before_the_data_are_read(overrides: list[str], sai
             "model.label_smoothing=0.1 was set, and KGEmbedding does not take it.\nHINT: set model.label_smoothing=0.",
         ),
         (["callbacks=early_stopping", "callbacks.early_stopping.monitor=val/los"], "monitor=val/los was set"),
+        (["callbacks=early_stopping", "data.val_fraction=0"], "nothing is validated: data.val_fraction=0"),
+        (["callbacks=early_stopping", "trainer.limit_val_batches=0"], "validated: trainer.limit_val_batches=0"),
         (["data=edges", "data.path=/dev/null"], "/dev/null is a device, a pipe or a socket"),
         (["ckpt_path=/dev/null"], "ckpt_path=/dev/null was set, which is neither a checkpoint folder nor a file"),
     ],
@@ -296,6 +298,9 @@ def test_keys_of_the_users_own_that_others_refer_to() -> None:
     assert refusal("strategy=single", "+rate=0.1", "model.optimizer.lr=${rate}") is None
     assert refusal("strategy=single", "+paths.mine=elsewhere", "paths.stores=${paths.mine}/stores") is None
     assert refusal("strategy=single", "callbacks.checkpoint.monitor=val/f1") is None
+    unvalidated = ("strategy=single", "callbacks=early_stopping", "trainer.limit_val_batches=0")
+    assert refusal(*unvalidated, "callbacks.early_stopping.monitor=train/loss") is None
+    assert refusal(*unvalidated, "+callbacks.early_stopping.strict=false") is None
 
 
 @pytest.mark.slow

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -17,8 +18,9 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 
 from gtrain import config
-from gtrain.cli import entry, search
+from gtrain.cli import entry, search, sweeps
 from gtrain.errors import ConfigError
+from gtrain.launch.children import fork_with_pipe
 
 optuna = pytest.importorskip("optuna", reason="the extra optuna is not installed")
 
@@ -27,6 +29,9 @@ LR = "model.optimizer.lr=tag(log,interval(1e-4,1))"
 
 class Launcher:
     """Runs jobs by a function of their settings, which may raise."""
+
+    said: ClassVar[dict[str, str]] = {}
+    """What else summaries say of the best score."""
 
     def __init__(self, folder: Path, score: Callable[[dict[str, str]], float | None], name: str) -> None:
         self.folder, self.score, self.name = folder, score, name
@@ -44,7 +49,8 @@ class Launcher:
             value = self.score(self.jobs[number])
         except ArithmeticError as error:
             return JobReturn(status=JobStatus.FAILED, _return_value=error)
-        (folder / "summary.json").write_text(json.dumps({"best": value and {"name": self.name, "value": value}}))
+        best = value and {"name": self.name, "value": value, **self.said}
+        (folder / "summary.json").write_text(json.dumps({"best": best}))
         return JobReturn(status=JobStatus.COMPLETED, _return_value=value)
 
 
@@ -89,6 +95,12 @@ def test_the_best_is_found_whatever_is_better(sweeper: Any, score: Any, name: st
     values = [score(job) for job in launcher.jobs.values()]
     assert best == (min(values) if name == "val/loss" else max(values))
     assert len({job["model.optimizer.lr"] for job in launcher.jobs.values()}) == 25, "no trial is asked for twice"
+
+
+def test_the_mode_of_the_checkpoint_says_what_is_better(sweeper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launcher, "said", {"direction": "min"})
+    made, launcher = sweeper(distance, "hydra.sweeper.trials=3", name="val/surprise")
+    assert made.sweep([LR]) == min(map(distance, launcher.jobs.values()))
 
 
 def test_deletions_reach_the_jobs_as_typed(sweeper: Any) -> None:
@@ -142,6 +154,66 @@ def test_jobs_that_fail_are_trials_without_a_score(sweeper: Any) -> None:
     made, _ = sweeper(lambda job: None, "hydra.sweeper.study=none")
     with pytest.raises(ConfigError, match="ended without a score"):
         made.sweep([LR])
+
+
+def test_the_cause_of_a_failed_trial_is_logged_once(sweeper: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(job: dict[str, str]) -> float | None:
+        if "+callbacks.trial" in job:
+            raise ArithmeticError("too large")
+        return -distance(job)
+
+    sweeper(fails, "hydra.sweeper.trials=2")[0].sweep([LR])
+    (record,) = [record for record in caplog.records if "failed" in record.getMessage()]
+    assert record.getMessage() == "job 1 failed: ArithmeticError: too large" and record.exc_info, "with its traceback"
+
+
+@pytest.mark.parametrize("folder", ["größe", "it's \\'here", "a\\", 'b"c', "d e,f=[1]{2}"])
+def test_a_job_reads_the_address_of_the_study_as_it_is(sweeper: Any, folder: str) -> None:
+    made, _ = sweeper(lambda job: None)
+    storage = f"sqlite:////tmp/{folder}/optuna.db"
+    reporter, excluded = made._reporting(storage, SimpleNamespace(number=3))
+    (override,) = OverridesParser.create().parse_overrides([reporter])
+    node = compose("config", [reporter]).callbacks.trial
+    assert override.get_key_element() == "+callbacks.trial"
+    assert (node.storage, node.study, node.number, node.pruner) == (storage, "gtrain", 3, "median")
+    assert "callbacks.trial" in excluded, "a folder that is named by the settings has no database's path in it"
+
+
+def test_jobs_in_folders_with_other_names_have_their_numbers_and_their_score(sweeper: Any, tmp_path: Path) -> None:
+    """As with ``hydra.sweep.subdir=${hydra.job.override_dirname}``."""
+
+    class Named(Launcher):
+        def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+            results = super().launch(job_overrides, initial_job_idx)
+            for number, result in enumerate(results, start=initial_job_idx):
+                folder = self.folder / f"lr/{number}th"
+                folder.parent.mkdir(exist_ok=True)
+                (self.folder / str(number)).rename(folder)
+                result.hydra_cfg = search.OmegaConf.create({"hydra": {"runtime": {"output_dir": str(folder)}}})
+            return results
+
+    for trials in (3, 5):  # the second command goes on with the study
+        made, _ = sweeper(distance, f"hydra.sweeper.trials={trials}", name="val/loss")
+        made._launcher = launcher = Named(tmp_path / "sweep", distance, "val/loss")
+        made.sweep([LR])
+        assert sorted(launcher.jobs) == ([0, 1, 2] if trials == 3 else [3, 4])
+    study = optuna.load_study(study_name="gtrain", storage=f"sqlite:///{tmp_path / 'sweep' / 'optuna.db'}")
+    assert study.direction.name == "MINIMIZE"
+    assert [Path(trial.user_attrs["folder"]).name for trial in study.trials] == ["0th", "1th", "2th", "3th", "4th"]
+
+
+def test_a_job_beside_others_names_its_folder_as_those_of_hydra_do(tmp_path: Path) -> None:
+    def run(write_end: int) -> None:
+        os.write(write_end, b'{"value": 0.5}')
+        os._exit(0)
+
+    pid, pipe = fork_with_pipe(run)
+    job = sweeps._Job(3, [], pid, pipe, tmp_path / "lr=1" / sweeps.TERMINAL)
+    while job.read():
+        pass
+    result = job.result()
+    assert result.return_value == 0.5 and result.hydra_cfg is not None
+    assert result.hydra_cfg.hydra.runtime.output_dir == str(tmp_path / "lr=1")
 
 
 @pytest.mark.parametrize(

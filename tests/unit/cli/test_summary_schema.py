@@ -11,11 +11,14 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 from helpers import REPO
 from small_graphs import messy_graph, random_parts, stored
 
+from gtrain.callbacks.checkpoint import RunCheckpoint
 from gtrain.callbacks.recorder import RunRecorder
 from gtrain.run import report
+from gtrain.run.task import _best
 from gtrain.strategy.counters import Counters, PeakMemory
 
 SCHEMA = json.loads((REPO / "docs" / "summary.schema.json").read_text())
@@ -42,7 +45,7 @@ def content(tmp_path: Path) -> dict[str, Any]:
         "data/best_acc": 0.9,
     }
     epoch_of = {"val/acc": 11, "test/acc": 6, "test/loss": 6, "test/auc": 6}
-    epoch_metrics = report.EpochMetrics(metrics, epoch_of, report.BestScore("val/acc", 0.625, 6))
+    epoch_metrics = report.EpochMetrics(metrics, epoch_of, report.BestScore("val/acc", 0.625, 6, "max"))
     made = report.summary(config, choices, data, recorder, epoch_metrics, ranks, 2.5, {"strategy.matmul": "int8"})
     report.write(tmp_path / "summary.json", made)
     loaded: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
@@ -62,7 +65,7 @@ def test_what_is_written_is_what_is_promised(content: dict[str, Any]) -> None:
     undefined = {"test/loss": None, "test/auc": None}
     assert content["metrics"] == {"val/acc": 0.5, "test/acc": 0.75, **undefined, "data/best_acc": 0.9}
     assert content["metrics_epoch"] == {"val/acc": 11, "test/acc": 6, "test/loss": 6, "test/auc": 6}
-    assert content["best"] == {"name": "val/acc", "value": 0.625, "epoch": 6}
+    assert content["best"] == {"name": "val/acc", "value": 0.625, "epoch": 6, "direction": "max"}
     assert [epoch["train/loss"] for epoch in content["history"]] == [None, 0.5]
     assert (content["world_size"], len(content["store"]["halo"])) == (3, 3)
     rank = content["ranks"][2]
@@ -97,6 +100,24 @@ def test_the_closing_table_says_which_epoch_each_value_is_of(
     report.print_summary({**content, "best": None}, Path("run"))
     printed = capsys.readouterr().out
     assert "best val" not in printed and "ranked against" not in printed
+
+
+def test_the_closing_table_has_names_as_they_are(content: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    content["metrics"] |= {"test/f1[macro]": 0.5, "test/acc[/a]": 0.25}
+    content["best"]["name"], content["resolved"] = "val/f1[macro]", {"strategy.parts[0]": "[a,b]"}
+    report.print_summary({**content, "data": "[mine]"}, Path("[run]"))
+    printed = capsys.readouterr().out
+    for text in ("data=[mine]", "test/f1[macro]", "test/acc[/a]", "best val/f1[macro]", "strategy.parts[0]", "[a,b]"):
+        assert text in printed
+    assert "run folder: [run]" in printed
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("min", "min"), ("max", "max"), ("auto", "max")])
+def test_the_best_score_has_the_mode_of_the_checkpoint(mode: str, expected: str) -> None:
+    checkpoint = RunCheckpoint(monitor="val/surprise", mode=mode)
+    checkpoint.best_model_score = torch.tensor(0.5)
+    best = _best(SimpleNamespace(checkpoint_callback=checkpoint))  # type: ignore[arg-type]
+    assert best == report.BestScore("val/surprise", 0.5, None, expected)
 
 
 def test_the_closing_table_names_a_ranking_among_a_sample(

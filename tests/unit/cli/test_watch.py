@@ -75,6 +75,31 @@ def test_a_run_that_its_launcher_restarted_has_not_ended(tmp_path: Path) -> None
     assert RunRecord(run).status == "complete"
 
 
+def test_a_folder_that_is_used_again_keeps_no_results(tmp_path: Path) -> None:
+    summary, other = tmp_path / "summary.json", tmp_path / "metrics.csv"
+    summary.write_text('{"best": {"name": "val/acc", "value": 0.9}}')
+    other.write_text("loss")
+    with events.recording(lambda: tmp_path, "predict"):
+        assert summary.exists()
+    with pytest.raises(ArithmeticError), events.recording(lambda: tmp_path, "train"):
+        assert RunRecord(tmp_path).summary is None and other.exists()
+        raise ArithmeticError
+    assert RunRecord(tmp_path).summary is None and RunRecord(tmp_path).end["status"] == "failed"
+    summary.write_text("{}")
+    events.resumes(tmp_path, tmp_path, 1, "restarting the job from its last checkpoint")
+    assert summary.exists()
+
+
+def test_names_with_brackets_and_the_mode_of_the_checkpoint(tmp_path: Path) -> None:
+    write_run(tmp_path, 3)
+    rows = (events.record_folder(tmp_path) / "rank-0.jsonl").read_text().replace("train/loss", "val/gap[/macro]")
+    (events.record_folder(tmp_path) / "rank-0.jsonl").write_text(rows)
+    assert "val/gap[/macro]" in shown(RunRecord(tmp_path)) and "best 2.0000" in shown(RunRecord(tmp_path))
+    (events.record_folder(tmp_path) / "events.jsonl").unlink()
+    events.append(tmp_path, "start", verb="train", checkpoint={"monitor": "val/gap[/macro]", "direction": "min"})
+    assert "best 1.5000" in shown(RunRecord(tmp_path))
+
+
 def test_a_run_that_failed_is_shown_with_its_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, 1)
     events.append(tmp_path, "failed", process="rank 1", message="rank 1 of 2 was killed by SIGKILL")

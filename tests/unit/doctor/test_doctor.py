@@ -217,6 +217,7 @@ def test_the_strategy_that_is_asked_for_must_work() -> None:
     assert [finding.essential for finding in judge(facts, 1, "far")] == [True]
     (found,) = judge(healthy(), 1, "sarr")
     assert found == Finding("strategy=sarr is not installed.", "the installed strategies are single.", essential=True)
+    assert judge(healthy(), 1, "auto") == [], "which chooses among those that are installed"
 
 
 def test_facts_agree_with_the_system(tmp_path: Path) -> None:

@@ -108,8 +108,11 @@ def test_predictions_are_in_the_unit_of_the_labels() -> None:
 def test_the_score_is_the_mean_absolute_error() -> None:
     assert default_score(module(), {"label_scale": {"mean": 0.0, "deviation": 1.0}}) == "val/mae"
     lower = {"val/mae": True, "val/rmse": True, "val/loss": True, "val/mean_rank": True, "val/r2": False}
+    lower |= {"val/mse": True, "val/error": True, "val/perplexity": True}
     assert {name: lower_is_better(name) for name in (*lower, "val/acc")} == {**lower, "val/acc": False}
     assert better("val/mae", [3.0, 1.0, 2.0]) == 1 and better("val/auc", [0.3, 0.1]) == 0.3
+    assert better("val/mae", [3.0, 1.0], "max") == 3 and better("val/auc", [0.3, 0.1], "min") == 0.1
+    assert better("val/mae", [3.0, 1.0], "auto") == 1
 
 
 def test_what_is_refused() -> None:

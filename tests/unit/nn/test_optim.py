@@ -185,6 +185,23 @@ def test_a_joint_optimizer_goes_on_where_it_was_saved(make: Callable[..., Optimi
     assert [group["lr"] for group in resumed.param_groups] == [0.01 / 8, 0.1 / 8]
 
 
+@pytest.mark.parametrize("wrap", [lambda part: part, lambda part: JointOptimizer([part])], ids=["alone", "joint"])
+def test_state_of_rows_is_loaded_to_the_device_of_the_table(wrap: Callable[[Optimizer], Optimizer]) -> None:
+    """Torch and Lightning leave a state named ``step`` where it was saved."""
+    trained = nn.Parameter(torch.ones(4, 2))
+    trained.grad = torch.ones(4, 2)
+    optimizer = wrap(LazyAdam([trained]))
+    optimizer.step()
+    table = nn.Parameter(torch.ones(4, 2, device="meta"))
+    loaded = wrap(LazyAdam([table]))
+    loaded.load_state_dict(optimizer.state_dict())
+    assert {name: value.device.type for name, value in loaded.state[table].items()} == {
+        "step": "meta",
+        "mean": "meta",
+        "square": "meta",
+    }
+
+
 def test_a_joint_optimizer_steps_each_part_by_its_own_rule() -> None:
     together, apart = model(), model()
     steps(together, *joint(together, SGD), range(3))

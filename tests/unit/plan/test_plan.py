@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -11,18 +12,21 @@ from typing import Any
 import pytest
 import torch
 from helpers import REPO
+from omegaconf import OmegaConf
 from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import HeteroData
 from torch_geometric.nn import GATConv, GINConv, HeteroConv, RGCNConv, SAGEConv
 
+from gtrain.cli import auto
 from gtrain.cli.auto import Candidate, race_folders
-from gtrain.errors import ConfigError
+from gtrain.errors import ConfigError, GtrainError
 from gtrain.graph.shard.graph import load_hetero_shard, load_shard
 from gtrain.graph.store.writer import write_store
 from gtrain.memory.limits import group_limit, oom_kills, usable_memory
 from gtrain.model.relational import HGT, HeteroSAGE
 from gtrain.nn.relational import IdRGCNConv
-from gtrain.plan import layers, machine
+from gtrain.plan import command as plan_command
+from gtrain.plan import layers, machine, table
 from gtrain.plan.counts import (
     assume_parts,
     assume_parts_by_type,
@@ -255,3 +259,51 @@ def test_two_modes_of_a_strategy_race_in_two_folders() -> None:
         Path("run/race/sar-mode-3"),
     ]
     assert list(race_folders(Path("run"), (first, other)).values()) == [Path("run/race/sar"), Path("run/race/pyg")]
+
+
+@pytest.mark.parametrize(("said", "expected"), [({}, "sar"), ({"direction": "min"}, "pyg")])
+def test_a_race_is_won_by_the_score_that_the_checkpoint_selects(
+    said: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    values = {"sar": 9.0, "pyg": 2.0}
+
+    def make(racer: Candidate, extra: Any) -> tuple[auto.Settled, str]:
+        cfg = OmegaConf.create({"paths": {"run": ""}, "trainer": {"max_time": None, "num_sanity_val_steps": 2}})
+        return auto.Settled(cfg, [], {"strategy": racer.strategy}), ""
+
+    def launch(cfg: Any, choices: dict[str, str], overrides: list[str]) -> None:
+        best = {"name": "val/surprise", "value": values[choices["strategy"]], **said}
+        Path(cfg.paths.run, "summary.json").write_text(json.dumps({"best": best}))
+
+    racers = (Candidate("sar", (), 1), Candidate("pyg", (), 2))
+    cfg = OmegaConf.create({"paths": {"run": str(tmp_path)}})
+    best, reason, _ = auto._race(cfg, racers, 1.0, make, launch)
+    assert best.strategy == expected and f"{values[expected]:.4g} (" in reason
+
+
+def test_a_defect_in_the_plan_of_an_automatic_choice_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def make(*_: Any) -> Any:
+        raise ValueError("column 7 is missing")
+
+    monkeypatch.setattr(auto, "preload", lambda: None)
+    monkeypatch.setattr(plan_command, "make", make)
+    with pytest.raises(GtrainError, match="the process that made the plan"):
+        auto._choose(OmegaConf.create(), [], None)
+    said = capfd.readouterr().err
+    assert "Traceback" in said and "ValueError: column 7 is missing" in said
+
+
+def test_a_plan_prints_settings_with_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    def row(title: str) -> Any:
+        return SimpleNamespace(estimate=None, title=title, refusal=f"{title} is refused")
+
+    work = SimpleNamespace(store=None, num_nodes=1, num_edges=1, num_seeds=1)
+    of_machine = SimpleNamespace(name="[mine]", cores=1, flops=1e9, memory=1, network=1)
+    plan: Any = SimpleNamespace(rows=[row("strategy.x=[a,b]"), row("[/data/a.csv]")], not_served={}, recommended=None)
+    plan.workload, plan.machine, plan.num_machines, plan.reason = work, of_machine, 1, "nothing fits [/c]"
+    table.show(plan)
+    printed = capsys.readouterr().out
+    for text in ("strategy.x=[a,b]: no estimate", "[/data/a.csv] is refused", "[mine]: 1 cores", "nothing fits [/c]"):
+        assert text in printed

@@ -48,6 +48,8 @@ def test_an_edge_is_no_neighbour_of_its_own_ends(timed: bool, held_out: bool, tm
     # A thread that is late with a step of one epoch leaves that of the next alone.
     seeds.roots(Step(1, 0, 0, torch.tensor([1])))
     assert len(seeds._pending) == 2
+    seeds.roots(Step(2, 0, 0, torch.tensor([1])))
+    assert {epoch for epoch, _ in seeds._pending} == {1, 2}, "edges of batches that nobody assembled stay in memory"
     assert roots.time is not None
     assert roots.ids["node"].tolist() == [*chosen.source.tolist(), *chosen.target.tolist()]
     assert roots.time["node"].tolist() == [time - (not held_out) for time in chosen.extra["time"].tolist()] * 2

@@ -348,6 +348,24 @@ def test_each_edge_type_has_degrees_of_its_own() -> None:
     assert conv(batch.x_dict, batch.edge_index_dict)["a"].shape == (6, 3)
 
 
+def test_types_without_sampled_edges_have_degrees_of_their_own() -> None:
+    """Storages of empty tensors all start at 0. Trimming passes a part of the edges."""
+    conv, norm, batch = GCNConv(1, 1, bias=False), SampledGcnNorm(), HeteroData()
+    conv.lin.weight.data.fill_(1.0)
+    norm.install(nn.ModuleList([conv]))
+    wanted = {"a": torch.zeros(2), "b": torch.tensor([3.0, 8.0])}
+    for name, counts in wanted.items():
+        batch[name].num_nodes = 2
+        batch[name][f"in_degree:r{name}"] = Degrees(counts, torch.zeros(2)).packed(torch.float64)
+        batch[name, f"r{name}", name].edge_index = torch.empty((2, 0), dtype=torch.int64)
+    norm.register(batch, SamplingOptions((4,)))
+    for name, counts in wanted.items():
+        index = batch[name, f"r{name}", name].edge_index
+        for edges in (index, index[:, :0]):
+            torch.testing.assert_close(conv(torch.ones(2, 1), edges).flatten(), 1 / (1 + counts))
+    norm.uninstall()
+
+
 # -------------------------------------------------------------------------------------------------------------- degrees
 
 

@@ -108,3 +108,14 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         with pytest.raises(GtrainError) as caught:
             listing.main(wrong)
         assert caught.value.hint
+
+
+def test_causes_are_cut_and_names_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert listing._short("/a" * 40 + ": no such file") == "/a" * 30 + " ..."
+    assert listing._short("word " * 20) == ("word " * 12).strip() + " ..."
+    assert listing._short("short\nmore") == "short" and listing._short(" \n") == ""
+    for number, best in enumerate(("val/f1[macro]", "val/acc")):
+        summary = {**SUMMARY, "best": {**SUMMARY["best"], "name": best}}
+        run(tmp_path / str(number), START, end(1042.0, "failed", message=" \n"), rows=EPOCHS, summary=summary)
+        listing.main([str(tmp_path)])
+        assert "val/f1[macro]" in capsys.readouterr().out

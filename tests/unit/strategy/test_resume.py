@@ -5,6 +5,7 @@ And what a run remembers of its epochs: which one each metric is of, and which o
 
 from __future__ import annotations
 
+import csv
 import inspect
 import json
 import math
@@ -109,6 +110,63 @@ def test_metrics_up_to_the_checkpoint_outlive_a_restart(
     assert [dict(zip(rows[0], row, strict=True))["train/loss"] for row in rows[1:]] == ["0.0", "0.25", "9.0"]
 
 
+class TwoOptimizers(NodeClassifier):
+    """Takes a step with each of two optimizers in a batch."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([parameter], lr=0.01) for parameter in list(self.parameters())[:2]]
+
+
+@pytest.mark.filterwarnings("ignore")
+# a checkpoint at the end of an epoch, or after three steps
+@pytest.mark.parametrize("every", [pytest.param(None, marks=pytest.mark.slow), 3])
+def test_metrics_of_two_optimizers_continue_from_the_batch_of_the_checkpoint(
+    every: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``global_step`` is twice the number of batches."""
+
+    def fit(checkpoint: Path | None, epochs: int) -> list[str]:
+        data = PlantedData(
+            num_nodes=100, num_edges=600, num_features=4, num_classes=2, batch_size=20, store=str(tmp_path / "s")
+        )
+        saver = pl.callbacks.ModelCheckpoint(tmp_path / "c", "{step}", save_top_k=-1, every_n_train_steps=every and 6)
+        trainer = pl.Trainer(
+            strategy=SingleStrategy(),
+            accelerator="cpu",
+            devices=1,
+            max_epochs=epochs,
+            callbacks=[RunRecorder(Counters()), saver],
+            logger=MetricsFile(tmp_path, "", ""),
+            log_every_n_steps=1,
+            limit_val_batches=0,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        model = TwoOptimizers(sage(hidden_channels=4, num_layers=1, in_channels=4, out_channels=2), 2)
+        model.on_train_batch_end = lambda *_: model.log("each", float(trainer.global_step))  # type: ignore[method-assign]
+        trainer.fit(model, datamodule=data, ckpt_path=checkpoint, **UNPICKLE)
+        with open(tmp_path / "metrics.csv", newline="") as rows:
+            return [row["step"] for row in csv.DictReader(rows) if row["each"]]
+
+    steps = fit(None, 2)
+    assert steps == [str(number) for number in range(len(steps))] and len(steps) >= 4
+    monkeypatch.setattr(slot, "attempt", lambda: 1)
+    assert fit(tmp_path / "c" / f"step={6 if every else len(steps)}.ckpt", 2) == steps
+
+
 class Scripted(NodeClassifier):
     """Logs a score of each epoch that is given beforehand."""
 
@@ -119,12 +177,13 @@ class Scripted(NodeClassifier):
 
 
 def scripted(
-    folder: Path, scores: tuple[float, ...], *, checkpoint: str | None = None, every: int = 1
+    folder: Path, scores: tuple[float, ...], *, checkpoint: str | None = None, every: int = 1, **settings: Any
 ) -> tuple[RunRecorder, RunCheckpoint, SingleStrategy]:
     """Fit as many epochs as there are scores."""
     strategy = SingleStrategy()
     recorder = RunRecorder(strategy.counters)
-    best = RunCheckpoint(folder / "c", "best", monitor="val/score", mode="max", save_on_train_epoch_end=True)
+    settings = {"filename": "best", "monitor": "val/score", "mode": "max", **settings}
+    best = RunCheckpoint(folder / "c", save_on_train_epoch_end=True, **settings)
     data = PlantedData(num_nodes=60, num_edges=200, num_features=4, num_classes=2, store=str(folder / "s"))
     model = Scripted(sage(hidden_channels=4, num_layers=1, in_channels=4, out_channels=2), 2)
     model.scores = scores
@@ -213,6 +272,20 @@ def test_the_newest_epoch_is_the_best_while_the_score_is_undefined(
     assert strategy.loaded_epoch == 2
     _, best, _ = scripted(tmp_path / "later", (nan, nan, 0.3, nan, 0.7, nan, 0.5))
     assert (float(best.best_model_score or 0), best.best_epoch) == (pytest.approx(0.7), 4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("monitor", "kept"),
+    [("val/score", {"1", "3"}), pytest.param("train/loss", {"3", "4"}, marks=pytest.mark.slow)],
+)
+def test_epochs_without_validation_are_not_compared(monitor: str, kept: set[str], tmp_path: Path) -> None:
+    """By the score of an earlier validation, that is; what training logs is of each epoch."""
+    names = {"filename": "e{epoch}", "auto_insert_metric_name": False, "enable_version_counter": False}
+    _, best, _ = scripted(
+        tmp_path, (0.1, 0.9, 0.3, 0.5, 0.2), every=2, save_top_k=2, monitor=monitor, mode="auto", **names
+    )
+    assert {Path(path).stem.removeprefix("e") for path in best.best_k_models} == kept
 
 
 @pytest.mark.slow
