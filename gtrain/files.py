@@ -9,10 +9,12 @@ from pathlib import Path
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that readers see the old content or the new one; several processes may do so at once.
 
+    They may be on several machines that share the folder, where process ids repeat.
+
     Raises:
         OSError: the folder does not exist, or the file cannot be written.
     """
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.part")
     part.write_text(text)
     os.replace(part, path)
 

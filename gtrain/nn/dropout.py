@@ -734,9 +734,14 @@ _installed: list[ExactDropout] = []
 _original: dict[tuple[Any, str], Any] = {}
 
 
+def installed_dropout() -> ExactDropout | None:
+    """Return the object that computes dropout in the steps of the run; None: torch does."""
+    return _installed[-1] if _installed else None
+
+
 def active_dropout() -> ExactDropout | None:
     """Return the object that computes dropout in the running step; None: torch does."""
-    dropout = _installed[-1] if _installed else None
+    dropout = installed_dropout()
     return dropout if dropout is not None and dropout._running else None
 
 

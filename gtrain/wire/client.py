@@ -128,6 +128,18 @@ class Client:
             self._needs_driver.set()
         return request.future
 
+    def has_room_ahead(self, nbytes: int) -> bool:
+        """Whether a request may be sent ahead of those without which the server cannot answer it.
+
+        Such requests may wait for each other only: the later ones must find room beside them. So a client that sends
+        requests ahead sends them without waiting, or later, in their turn.
+
+        Args:
+            nbytes: of the request's tensors.
+        """
+        with self._lock:
+            return self._session.has_room_ahead(nbytes)
+
     def result(self, future: Future[Message], seconds: float | None = None) -> Message:
         """Wait for the reply to a submitted request; this thread receives if no other does.
 

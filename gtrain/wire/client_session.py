@@ -104,6 +104,10 @@ class ClientSession:
         """Whether a further request of this size may be sent."""
         return self.pending.has_room(nbytes, self._agreed)
 
+    def has_room_ahead(self, nbytes: int) -> bool:
+        """Whether a further request of this size may be sent that waits for later ones."""
+        return self.pending.has_room_ahead(nbytes, self._agreed)
+
     # ------------------------------------------------------------------------------------------------ requests
 
     def submit(self, request: PendingRequest) -> None:

@@ -29,7 +29,7 @@ class Limits:
         max_dimensions: dimensions of one tensor.
         max_bytes_in_flight: bytes of a client's unanswered requests (the client waits), and bytes of the replies that
             a server holds for a client until they are acknowledged (the server executes no more for that client). A
-            single larger message passes when nothing else is in flight.
+            larger message passes while at most a quarter of this is in flight.
         max_requests_in_flight: unanswered requests of one client.
         silence_seconds: a client that waits for a reply repeats its handshake after this much silence.
     """
@@ -57,6 +57,11 @@ class Limits:
                 f"the wire's limit max_header_bytes is {self.max_header_bytes}; names and numbers need {_MIN_HEADER}",
                 hint="leave max_header_bytes at its default, 1 MiB",
             )
+
+    @property
+    def max_bytes_ahead(self) -> int:
+        """Bytes of the requests that a client sends before those without which the server cannot answer them."""
+        return self.max_bytes_in_flight // 4
 
     def announce(self) -> dict[str, int]:
         """Return the limits that the peer must keep to, as a field of the handshake."""

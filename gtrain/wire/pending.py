@@ -120,14 +120,23 @@ class PendingRequests:
         return next(iter(self.requests), self._next)
 
     def has_room(self, nbytes: int, limits: Limits) -> bool:
-        """Whether a further request of this size may be sent; always true if none is pending."""
+        """Whether a further request of this size may be sent; always true if none is pending.
+
+        Beside requests that were sent ahead (:meth:`has_room_ahead`), a request of any size may be.
+        """
         if not self.requests:
             return True
         return (
             len(self.requests) < limits.max_requests_in_flight
-            and self.nbytes + nbytes <= limits.max_bytes_in_flight
+            and (self.nbytes + nbytes <= limits.max_bytes_in_flight or self.nbytes <= limits.max_bytes_ahead)
             # A header can acknowledge this many numbers above the mark, so no more may be open.
             and self._next - self.low < MAX_ACKNOWLEDGED
+        )
+
+    def has_room_ahead(self, nbytes: int, limits: Limits) -> bool:
+        """Whether a request may be sent that the server answers only after later ones, which must find room too."""
+        return (
+            len(self.requests) < limits.max_requests_in_flight // 2 and self.nbytes + nbytes <= limits.max_bytes_ahead
         )
 
     def add(self, request: PendingRequest) -> None:

@@ -155,10 +155,11 @@ class ServerSession:
 
     def overflows(self, nbytes: int) -> bool:
         """Whether a request of this size exceeds what a client may have waiting."""
-        return bool(self.waiting_bytes) and (
-            self.waiting_bytes + nbytes > self.limits.max_bytes_in_flight
-            or len(self.running) + len(self.parked) >= self.limits.max_requests_in_flight
-        )
+        limit = self.limits.max_bytes_in_flight
+        # The client counts no headers, and sends requests of any size beside those that it has sent ahead.
+        too_large = self.waiting_bytes + nbytes > limit and self.waiting_bytes > 2 * self.limits.max_bytes_ahead
+        too_many = len(self.running) + len(self.parked) >= self.limits.max_requests_in_flight
+        return bool(self.waiting_bytes) and (too_large or too_many)
 
     def park(self, header: Header, message: Message, nbytes: int) -> None:
         """Keep a request until the client has acknowledged replies."""

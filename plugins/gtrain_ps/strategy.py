@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.backends import Serves
+from gtrain.backends import Serves, not_honoured
 from gtrain.data.batches.loader import SeedLoader, graph_batch, hetero_batch
 from gtrain.data.module import GraphDataModule
 from gtrain.engine.local import LocalEngine
@@ -24,7 +26,7 @@ from gtrain.graph.shard.whole import load_whole_hetero
 from gtrain.graph.store import Store
 from gtrain.nn import deferred, tables
 from gtrain.nn.patching import normalises
-from gtrain.protocols import DealsEdges, MultipliesRows
+from gtrain.protocols import DealsEdges, MultipliesRows, trainer_of
 from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.gradients import sum_gradients
 from gtrain.strategy.metric_states import METRICS
@@ -40,6 +42,8 @@ from gtrain_ps.worker.restarts import ROLE, RestartingStrategy
 from gtrain_ps.worker.row_table import RowTable, is_rows
 from gtrain_ps.worker.served_table import ServerTableStorage
 from gtrain_ps.worker.steps import flat_gradients, send_step, set_gradients
+
+ACCUMULATION = "trainer.accumulate_grad_batches"
 
 
 class PsStrategy(RestartingStrategy):
@@ -91,8 +95,8 @@ class PsStrategy(RestartingStrategy):
         training = loader.split == "train" and self.trainer is not None and self.trainer.training
         inline = training and torch.get_num_threads() == 1
         deal = self.lightning_module.deal if isinstance(self.lightning_module, DealsEdges) else None
-        on_batch = self._prefetcher(training)
-        batches = WorkerBatches(loader, shard, worker, prefetch, on_batch, self._discard_prefetched, inline, deal)
+        on_batch, on_end = self._prefetcher(training), partial(self._discard_prefetched, training)
+        batches = WorkerBatches(loader, shard, worker, prefetch, on_batch, on_end, inline, deal)
         if training:
             self._batches = batches
         return batches
@@ -130,9 +134,12 @@ class PsStrategy(RestartingStrategy):
 
         return send
 
-    def _discard_prefetched(self) -> None:
+    def _discard_prefetched(self, training: bool) -> None:
+        """Forget the products that a pass over training's or other batches has requested ahead and not used."""
         for table in self.served_tables.values():
-            table.discard_prefetched()
+            table.discard_prefetched(training)
+        if training:
+            self._connected().restart_calls()
 
     # ---------------------------------------------------------------------------------------------------- tables
 
@@ -157,6 +164,12 @@ class PsStrategy(RestartingStrategy):
                 "Lightning takes it.",
                 hint="use automatic optimization.",
             )
+        trainer = trainer_of(module)
+        callbacks = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            factors = callback.scheduling.values() if isinstance(callback, GradientAccumulationScheduler) else ()
+            for factor in sorted({*factors} - {1}):  # the callback sets it when an epoch starts
+                raise not_honoured(self.strategy_name, ACCUMULATION, self.serves.limits, {ACCUMULATION: factor})
         norms = [name for name, layer in module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
         if norms and self.num_nodes * self.num_processes > 1:
             raise ConfigError(
@@ -229,6 +242,21 @@ class PsStrategy(RestartingStrategy):
         return estimate_load(loader, self.world_size)
 
     # ---------------------------------------------------------------------------------------------------- steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step.
+
+        Raises:
+            ConfigError: it skips the batch, whose rows the servers have already received for this step.
+        """
+        output = super().training_step(*args, **kwargs)
+        if output is None:
+            raise ConfigError(
+                f"{type(self.lightning_module).__name__}.training_step returned None; strategy=ps takes a step with "
+                "every batch.",
+                hint="return `loss * 0` for a batch that is to be skipped.",
+            )
+        return output
 
     def loss_share(self, output: Any, batch: Any) -> float | Tensor:
         """Local estimate of this rank's share; servers rescale by the global weight."""

@@ -93,6 +93,8 @@ class Engine:
             stored = None if self.replay is None else self.replay.product(request)
             if request.step >= self.version:
                 step = self._steps.setdefault(request.step, _Step())
+                if (request.worker, request.call) in step.products:
+                    self._updates.forget()  # the worker has discarded a batch that it had sent ahead
                 step.products[request.worker, request.call] = request
                 if stored is not None:
                     step.sent[request.worker, request.call] = stored

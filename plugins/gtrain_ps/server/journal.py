@@ -130,17 +130,33 @@ class Journal:
         path = self._folder / "job.json"
         make_folder(self._folder, "strategy.folder")
         if not path.exists():
-            part = self._folder / "part"
-            part.write_text(json.dumps(job))
-            part.rename(path)
+            self._write_job(path, job)
             return
-        previous = json.loads(path.read_text())
+        try:
+            previous = json.loads(path.read_text())
+        except ValueError:
+            # Earlier releases could lose its content, but not its name, when the machine stopped.
+            if any(path.stat().st_size for kind in ("snapshot-*", "log-*") for path in self._folder.glob(kind)):
+                raise ConfigError(
+                    f"{path} is not JSON; it says to which job the server's state in this folder belongs.",
+                    hint="delete the folder, and resume from the last checkpoint (ckpt_path=last).",
+                ) from None
+            self._write_job(path, job)
+            return
         different = sorted(key for key in {*previous, *job} if previous.get(key) != job.get(key))
         if different:
             raise ConfigError(
                 f"{self._folder} has the state of a job that did not end, with another {different[0]}.",
                 hint="use that job's settings, or delete the folder.",
             )
+
+    def _write_job(self, path: Path, job: Mapping[str, Any]) -> None:
+        part = self._folder / "part"
+        with naming(part), open(part, "w") as file:
+            file.write(json.dumps(job))
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(path)
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}-{self._number}"
@@ -168,8 +184,8 @@ def _read_record(log: Any) -> Tensor | None:
     if len(head) < RECORD_HEAD.size:
         return None
     length, checksum = RECORD_HEAD.unpack(head)
-    # A torn head may claim any length.
-    if length < 0 or length > os.fstat(log.fileno()).st_size - log.tell():
+    # A torn head may claim any length, and a tail that was never written is zeros.
+    if length <= 0 or length > os.fstat(log.fileno()).st_size - log.tell():
         return None
     content = np.fromfile(log, np.uint8, length)
     return torch.from_numpy(content) if zlib.crc32(content.data) == checksum else None

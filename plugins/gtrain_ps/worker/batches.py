@@ -6,7 +6,7 @@ A batch is the whole graph, a sampled neighbourhood, or rows of a store.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
@@ -96,7 +96,7 @@ class WorkerBatches:
         worker: rank of this worker, and the number of workers.
         prefetch: number of batches that are built ahead; 0: none.
         on_batch: called with each batch as soon as it is built.
-        on_end: called when the iteration ends.
+        on_end: called when a pass ends, perhaps with the start of the next; batches that were built may be unused.
         inline: whether :meth:`build_ahead` builds batches ahead, instead of a thread.
         deal: divides the edges of a step among the workers; None: into equal consecutive shares.
     """
@@ -115,6 +115,7 @@ class WorkerBatches:
         self._loader, self._prefetch, self._inline = loader, prefetch, inline
         self._batches: Iterator[Batch] = iter(())
         self._ready: deque[Batch] = deque()
+        self._pass: Generator[Batch] | None = None
         self._source = source
         self._rank, self._size = worker
         self._on_batch, self._on_end, self._deal = on_batch, on_end, deal
@@ -135,6 +136,7 @@ class WorkerBatches:
         self._loader.epoch = state["epoch"] + (state["epoch"] < 0 or state["done"] >= len(self))
 
     def __iter__(self) -> Iterator[Batch]:
+        self._end_pass()  # of an epoch that was left early; nobody may have closed its iterator
         loader = self._loader
         epoch = loader.next_epoch()
         skip = self._state["done"] if self._state["epoch"] == epoch else 0
@@ -143,15 +145,25 @@ class WorkerBatches:
             self._seeds = self._source.seeds(loader)
         steps = enumerate(islice(loader.step_positions(len(self._seeds), epoch), skip, None))
         self._batches = (self._build(number, chunk, (epoch, skip + number)) for number, chunk in steps)
-        self._ready.clear()
         batches = self._build_on_demand()
         if self._prefetch and not self._inline:
             batches = prefetched(self._batches, self._prefetch, "gtrain-input")
+        self._pass = batches
         try:
             for batch in batches:
                 self._state["done"] += 1
                 yield batch
         finally:
+            if self._pass is batches:
+                self._end_pass()
+
+    def _end_pass(self) -> None:
+        """Stop building batches, and drop those that were built and not used."""
+        batches, self._pass = self._pass, None
+        if batches is not None:
+            batches.close()  # it waits for the thread
+            self._batches = iter(())
+            self._ready.clear()
             self._on_end()
 
     def build_ahead(self) -> None:
@@ -159,7 +171,7 @@ class WorkerBatches:
         if self._inline:
             self._ready.extend(islice(self._batches, self._prefetch - len(self._ready)))
 
-    def _build_on_demand(self) -> Iterator[Batch]:
+    def _build_on_demand(self) -> Generator[Batch]:
         """Yield all batches, starting with those that were built ahead."""
         while True:
             batch = self._ready.popleft() if self._ready else next(self._batches, None)

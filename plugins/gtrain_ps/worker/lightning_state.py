@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from gtrain.errors import ConfigError
+from gtrain.protocols import data_of
 from gtrain.strategy.metric_states import Metrics
 
 LoopState = dict[str, Any]
@@ -16,6 +21,50 @@ def logged_metrics(trainer: pl.Trainer) -> Metrics:
     """Return the metrics in which Lightning accumulates logged numbers, by name."""
     logged = trainer.fit_loop.epoch_loop._results.items()
     return [(f"log/{name}", metric) for name, metric in logged if metric.is_tensor]
+
+
+def added_by_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return what the data module, the callbacks and the module add to a checkpoint, and read from it.
+
+    Args:
+        trainer: the run's trainer.
+        checkpoint: Lightning's entries of a checkpoint.
+
+    Raises:
+        ConfigError: a hook replaces one of these entries.
+    """
+    module, data = trainer.lightning_module, data_of(trainer)
+    # Hooks may take entries out of a state dictionary.
+    given = {name: dict(value) if isinstance(value, dict) else value for name, value in checkpoint.items()}
+    content, hooks = dict(given), list[tuple[Any, Callable[[], None]]]()
+    if data is not None and (state := data.state_dict()):
+        content[type(data).__qualname__] = state
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if reads_checkpoints(callback):
+            hooks.append((callback, partial(callback.on_save_checkpoint, trainer, module, content)))
+    if reads_checkpoints(module):
+        hooks.append((module, partial(module.on_save_checkpoint, content)))
+    for owner, hook in hooks:
+        hook()
+        replaced = [name for name, value in given.items() if content.get(name) is not value]
+        if replaced:
+            raise ConfigError(
+                f"{type(owner).__name__}.on_save_checkpoint replaces {replaced[0]!r} in a checkpoint, which "
+                "strategy=ps cannot keep for a worker that is restarted.",
+                hint="set strategy.max_restarts=0, or add entries with other names.",
+            )
+    return {name: value for name, value in content.items() if name not in given}
+
+
+def reads_checkpoints(owner: pl.LightningModule | pl.Callback) -> bool:
+    """Whether the module, or a callback, has state that its hooks write to a checkpoint and read from it."""
+    return is_overridden("on_save_checkpoint", owner) and is_overridden("on_load_checkpoint", owner)
+
+
+def global_step(loops: LoopState) -> int:
+    """Return ``trainer.global_step`` of a training loop's counters."""
+    progress = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    return int(progress["step"]["total"]["completed"])
 
 
 def shifted_loops(loops: LoopState, steps: int) -> LoopState:

@@ -5,7 +5,8 @@ servers have applied: it receives the same products and sums again, and its part
 follows a step (validation, callbacks, the end of an epoch) follows it again, and completed collectives return their
 results again.
 
-Some of the state changes with every step ("step"), some now and then ("run": loops, callbacks, schedulers; "random").
+Some of the state changes with every step ("step"), some now and then ("run": loops, callbacks, schedulers, what hooks
+add to a checkpoint; "random").
 The layers that all workers hold ("rest") and their optimizer state are the same everywhere: each server gets a part.
 """
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gtrain.nn.dropout import ExactDropout
 from gtrain.protocols import Restartable
 from gtrain.strategy.checkpoint import rng_state, set_rng_state
 from gtrain.strategy.metric_states import metric_states, module_metrics, restore_metrics
@@ -43,6 +45,7 @@ class ProgressRecorder:
         servers: the servers.
         overlap: by how many steps servers may differ; after a restart this many steps record the complete state.
         device: of the layers that the worker holds.
+        dropout: the run's dropout, whose seed a checkpoint may have set; None without it.
     """
 
     def __init__(
@@ -52,7 +55,10 @@ class ProgressRecorder:
         servers: ParameterServers,
         overlap: int,
         device: WorkerDevice = HOST,
+        dropout: ExactDropout | None = None,
     ) -> None:
+        self._dropout = dropout
+        self._hooked = lightning_state.reads_checkpoints(trainer.lightning_module)
         self._trainer, self._group, self._servers, self._device = trainer, group, servers, device
         self._overlap, self._metrics = overlap, module_metrics(trainer.lightning_module)
         self._recorded_steps = 0
@@ -131,16 +137,20 @@ class ProgressRecorder:
         layers = join(run["layers"], cut_tensors(flat, run["shapes"], copy=True))
         self._restored = state
         self._servers.step = step
+        if self._dropout is not None:
+            self._dropout.seed = run.get("dropout_seed", self._dropout.seed)  # servers' folders of earlier releases
+        loops = lightning_state.shifted_loops(run["loops"], state["step"]["since"])
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             if type(callback).__qualname__ in run["records"]:
                 callback.load_restart_state(run["records"][type(callback).__qualname__])
         return {
+            **run.get("added", {}),
             "epoch": run["epoch"],
-            "global_step": step,
+            "global_step": lightning_state.global_step(loops),
             "pytorch-lightning_version": pl.__version__,
             "state_dict": layers["module"],
             "optimizer_states": layers["optimizers"],
-            "loops": {"fit_loop": lightning_state.shifted_loops(run["loops"], state["step"]["since"])},
+            "loops": {"fit_loop": loops},
             "callbacks": run["callbacks"],
             "lr_schedulers": run["schedulers"],
         }
@@ -162,20 +172,36 @@ class ProgressRecorder:
     def _pack_run(self) -> Tensor:
         trainer = self._trainer
         optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
-        content, self._layers = split({"module": trainer.lightning_module.state_dict(), "optimizers": optimizers})
+        module = trainer.lightning_module.state_dict()
+        content, self._layers = split({"module": module, "optimizers": optimizers})
         in_place = all(tensor.is_contiguous() for tensor in self._layers)  # steps change the tensors themselves
         self._layer_bytes = [as_bytes(tensor) for tensor in self._layers] if in_place else None
         self._run_step = self._servers.step
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         restartable = [callback for callback in callbacks if isinstance(callback, Restartable)]
+        loops = trainer.fit_loop.state_dict()
+        schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+        states = {one.state_key: state for one in callbacks if (state := one.state_dict())}
+        checkpoint = {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "pytorch-lightning_version": pl.__version__,
+            "state_dict": module,
+            "optimizer_states": optimizers,
+            "loops": {"fit_loop": loops},
+            "callbacks": states,
+            "lr_schedulers": schedulers,
+        }
         return pack(
             {
                 "epoch": trainer.current_epoch,
                 "layers": content,
                 "shapes": [layout_of(tensor) for tensor in self._layers],
-                "loops": trainer.fit_loop.state_dict(),
-                "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-                "callbacks": {one.state_key: state for one in callbacks if (state := one.state_dict())},
+                "loops": loops,
+                "schedulers": schedulers,
+                "callbacks": states,
+                "added": lightning_state.added_by_hooks(trainer, checkpoint),
+                "dropout_seed": None if self._dropout is None else self._dropout.seed,
                 "records": {type(callback).__qualname__: callback.restart_state() for callback in restartable},
                 "metrics": dict(trainer._logger_connector._callback_metrics),
             }
@@ -184,11 +210,14 @@ class ProgressRecorder:
     def _run_signature(self) -> Any:
         """Return a value that changes when "run" must be recorded again; the count of steps since covers the rest."""
         trainer = self._trainer
-        if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
+        if self._hooked or any(config.interval == "step" for config in trainer.lr_scheduler_configs):
             return self._servers.step
+        module = trainer.lightning_module
+        # A tensor that was replaced by another is not the one whose memory each step sends.
+        held = [_memory_of(tensor) for tensors in (module.parameters(), module.buffers()) for tensor in tensors]
         rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
         states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-        return trainer.current_epoch, rates, [id(value) for state in states for value in state.values()]
+        return trainer.current_epoch, rates, held, [id(value) for state in states for value in state.values()]
 
     def _random_changed(self) -> bool:
         """Whether a random number was drawn since the last step; faster than recording all generators."""
@@ -196,6 +225,11 @@ class ProgressRecorder:
         changed = current != self._last_random or not torch.equal(torch.get_rng_state(), self._random["torch"])
         self._last_random = current
         return changed
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's elements; that of the object if it has no such memory."""
+    return tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
 def _numpy_state() -> Any:

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from gtrain.errors import ConfigError, PeerLostError
 from gtrain.launch.job_store import await_end_of_store, job_network, store_address
 from gtrain.memory.heap import keep_freed
+from gtrain.nn.dropout import installed_dropout
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
 from gtrain_ps.config import PsConfig
@@ -111,7 +112,7 @@ class RestartingStrategy(GraphStrategy):
         self._progress = None
         if isinstance(self.group, ServedGroup) and self.fitting:
             self._progress = ProgressRecorder(
-                trainer, self.group, self._connected(), self.settings.lag + 3, self.worker_device
+                trainer, self.group, self._connected(), self.settings.lag + 3, self.worker_device, installed_dropout()
             )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

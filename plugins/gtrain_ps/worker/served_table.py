@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ class ServerTableStorage(RemoteTableStorage):
         super().__init__(table)
         self.key, self.placement, self.servers = key, placement, servers
         self.dtype, self.wire_dtype, self.pull, self.device = dtype, wire_dtype, pull, device
-        self._prefetched: dict[int, tuple[Tensor, PendingProduct]] = {}
+        self._prefetched: dict[int, tuple[Tensor, int | None, PendingProduct | None]] = {}
         self._gradients: list[tuple[PendingProduct, Tensor]] = []
         self._training = False
 
@@ -126,13 +127,22 @@ class ServerTableStorage(RemoteTableStorage):
     # ------------------------------------------------------------------------------------------------- products
 
     def prefetch(self, rows: Csr, step: int, training: bool) -> None:
-        """Send rows whose product will be needed later, with the same tensor of ids. Any thread may call this."""
-        # The key is the identity of the tensor. The entry holds the tensor, so that no other gets the same identity.
-        self._prefetched[id(rows.ids)] = rows.ids, self._send_rows(rows, step, training)
+        """Send rows whose product will be needed later, with the same tensor of ids. Any thread may call this.
 
-    def discard_prefetched(self) -> None:
-        """Forget the products that were prefetched and not used."""
-        self._prefetched.clear()
+        Rows that would take the room of the requests before them are not sent yet, but their product has its number.
+        """
+        call, pending = self._next_call(step, training), None
+        entries = sort_rows(rows, self.placement, self.dtype, self.key)
+        if self.servers.has_room_ahead(entries.nbytes):
+            pending = self._send(entries, rows.num_rows, step, call)
+        # The key is the identity of the tensor. The entry holds the tensor, so that no other gets the same identity.
+        self._prefetched[id(rows.ids)] = rows.ids, call, pending
+
+    def discard_prefetched(self, training: bool) -> None:
+        """Forget the products, for training or not, that were prefetched and not used."""
+        for key, (_, call, _) in list(self._prefetched.items()):
+            if (call is not None) == training:
+                self._prefetched.pop(key, None)
 
     def product(self, rows: Csr) -> Tensor:
         if not self.pull or id(rows.ids) in self._prefetched:
@@ -147,9 +157,13 @@ class ServerTableStorage(RemoteTableStorage):
         return F.embedding(self.device.to_device(inverse), self._pull_rows(unique))
 
     def multiply(self, rows: Csr) -> tuple[Tensor, PendingProduct]:
-        _, pending = self._prefetched.pop(id(rows.ids), (None, None))
+        prefetched = self._prefetched.pop(id(rows.ids), None)
+        step = self.servers.step
+        _, call, pending = prefetched or (None, self._next_call(step, self._training), None)
         if pending is None:
-            pending = self._send_rows(rows.to(HOST.device), self.servers.step, self._training)
+            rows = rows.to(HOST.device)
+            entries = sort_rows(rows, self.placement, self.dtype, self.key)
+            pending = self._send(entries, rows.num_rows, step, call)
         return self._receive(pending), pending
 
     def push_product(self, pending: PendingProduct, gradient: Tensor) -> None:
@@ -321,18 +335,17 @@ class ServerTableStorage(RemoteTableStorage):
 
     # -------------------------------------------------------------------------------------------------- requests
 
-    def _send_rows(self, rows: Csr, step: int, training: bool) -> PendingProduct:
-        return self._send(sort_rows(rows, self.placement, self.dtype, self.key), rows.num_rows, step, training)
+    def _next_call(self, step: int, training: bool) -> int | None:
+        return self.servers.next_call(step) if training else None
 
     def _send_ids(self, ids: Tensor, training: bool, exact: bool = False) -> PendingProduct:
-        entries = sort_ids(ids, self.placement, self.key)
-        return self._send(entries, ids.numel(), self.servers.step, training, exact)
+        entries, step = sort_ids(ids, self.placement, self.key), self.servers.step
+        return self._send(entries, ids.numel(), step, self._next_call(step, training), exact)
 
     def _send(
-        self, entries: BlockEntries, count: int, step: int, training: bool, exact: bool = False
+        self, entries: BlockEntries, count: int, step: int, call: int | None, exact: bool = False
     ) -> PendingProduct:
         """Request every server's part of a product."""
-        call = self.servers.next_call(step) if training else None
         dtype = _name(self.dtype if exact else self.wire_dtype)
         each, valued = entries.lengths is None, entries.values is not None
         fields = {"key": self.key, "step": step, "call": call, "dtype": dtype, "each": each, "valued": valued}
@@ -429,6 +442,13 @@ class BlockEntries:
     begin: list[int]
     lengths: Tensor | None
     order: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the largest block's tensors."""
+        entry = self.ids.itemsize + (0 if self.values is None else self.values.itemsize)
+        lengths = 0 if self.lengths is None else self.lengths[0].nbytes
+        return entry * max(end - begin for begin, end in pairwise(self.begin)) + lengths
 
 
 def sort_rows(rows: Csr, placement: Placement, dtype: torch.dtype, name: str) -> BlockEntries:

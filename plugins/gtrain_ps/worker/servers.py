@@ -171,12 +171,25 @@ class ParameterServers:
         requests = [self.submit(server, method, fields) for server in range(len(self))]
         return [request.result() for request in requests]
 
+    def has_room_ahead(self, nbytes: int) -> bool:
+        """Whether every server may be sent rows of a later step, of this size. Any thread may call this."""
+        return all([client.has_room_ahead(nbytes) for client in self.clients])
+
     def next_call(self, step: int) -> int:
         """Return the number of a product of a step. Any thread may call this."""
         with self._lock:
             number = self._calls.get(step, 0)
             self._calls[step] = number + 1
             return number
+
+    def restart_calls(self) -> None:
+        """Number the products of the steps to come from 0 again, after the batches sent ahead for them were discarded.
+
+        The products of the batches that these steps really have replace those at the servers. A restarted worker, which
+        sends no such batches, numbers its products in the same way.
+        """
+        with self._lock:
+            self._calls.clear()
 
     def committed(self) -> None:
         """Go on to the next step."""

@@ -38,6 +38,41 @@ AIMED = {
     "on_validation_end 11": "rank-1 kills rank-0 parameter-0 rank-1",
 }
 """Moments that chance meets seldom; see ``assets/ps_killer.py``."""
+STATEFUL = '''
+import os, signal
+from pathlib import Path
+import lightning.pytorch as pl
+
+class Stateful(pl.Callback):
+    """Has state in hooks of checkpoints, and replaces parameters' memory; may kill rank 1 once, in an epoch."""
+
+    def __init__(self, folder, epoch):
+        self.folder, self.epoch, self.epochs = Path(folder), epoch, 0
+        self.folder.mkdir(exist_ok=True)
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        checkpoint["epochs_seen"] = self.epochs
+
+    def on_load_checkpoint(self, trainer, module, checkpoint):
+        self.epochs = checkpoint["epochs_seen"]
+
+    def on_train_batch_start(self, trainer, module, batch, index):
+        if (trainer.global_rank, trainer.current_epoch, index) == (1, self.epoch, 1):
+            killed = self.folder / "killed"
+            if not killed.exists():
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_batch_end(self, trainer, module, *_):
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+
+    def on_train_epoch_end(self, trainer, module):
+        self.epochs += 1
+
+    def on_train_end(self, trainer, module):
+        (self.folder / f"rank-{trainer.global_rank}").write_text(f"{self.epochs} epochs")
+'''
 
 
 def processes(root: int) -> dict[str, int]:
@@ -89,6 +124,27 @@ def test_a_run_of_which_twenty_processes_are_killed_is_like_an_undisturbed_one(t
     killed |= set(map(int, (aimed / "killed").read_text().split()))
     assert done.stderr.count("restarting it") == len(killed), show(done)
     compare_with_an_undisturbed_run(tmp_path, *SMALL)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_restarted_has_all_that_it_had(tmp_path: Path) -> None:
+    """In an epoch behind one that was cut, after which rows of further batches had been sent; with a checkpoint's seed
+    of dropout, which is not that of the run; with state in hooks, and in parameters whose memory each step replaces."""
+    (tmp_path / "mine.py").write_text(STATEFUL)
+
+    def train(run: str, epochs: int, kill: int, *more: str) -> None:
+        callback = f"+callbacks.state={{_target_:mine.Stateful,folder:{tmp_path}/of-{run},epoch:{kill}}}"
+        cut = ("trainer.limit_train_batches=3", f"trainer.max_epochs={epochs}", "data.seed=1")
+        ok(gtrain(*SMALL, callback, *cut, *more, f"hydra.run.dir={run}", cwd=tmp_path))
+
+    train("first", 1, -1, "seed=1")
+    resumed = ("seed=2", "ckpt_path=first/checkpoints/last.ckpt")
+    train("run", 4, 2, *resumed)
+    train("undisturbed", 4, -1, *resumed)
+    assert (tmp_path / "of-run" / "killed").exists()
+    assert summary(tmp_path / "run")["history"] == summary(tmp_path / "undisturbed")["history"]
+    for rank in ("rank-0", "rank-1"):
+        assert (tmp_path / "of-run" / rank).read_text() == "4 epochs"
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from torch_geometric.nn import GATConv, GINConv, HeteroConv, RGCNConv, SAGEConv
 from gtrain.cli import auto
 from gtrain.cli.auto import Candidate, race_folders
 from gtrain.errors import ConfigError, GtrainError
+from gtrain.files import replace_text
 from gtrain.graph.shard.graph import load_hetero_shard, load_shard
 from gtrain.graph.store.writer import write_store
 from gtrain.memory.limits import group_limit, oom_kills, usable_memory
@@ -307,3 +309,21 @@ def test_a_plan_prints_settings_with_brackets_as_they_are(capsys: pytest.Capture
     printed = capsys.readouterr().out
     for text in ("strategy.x=[a,b]: no estimate", "[/data/a.csv] is refused", "[mine]: 1 cores", "nothing fits [/c]"):
         assert text in printed
+
+
+def test_files_of_two_machines_with_equal_process_ids_have_two_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[Path] = []
+    replace = os.replace
+
+    def replaced(part: Path, path: Path) -> None:
+        if not parts:  # meanwhile the other machine writes the same file
+            parts.append(part)
+            replace_text(path, "other")
+            assert path.read_text() == "other" and part.read_text() == "first"
+        replace(part, path)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    replace_text(tmp_path / "file", "first")
+    assert (tmp_path / "file").read_text() == "first" and os.listdir(tmp_path) == ["file"]

@@ -113,3 +113,23 @@ def test_layers_over_a_sampled_batch_leave_out_what_its_seeds_do_not_need(tmp_pa
         assert sum(sizes) == batch.num_nodes and sum(batch.num_sampled_edges) == batch.num_edges
     assert torch.allclose(*results, rtol=0, atol=1e-14)
     assert rows == [[sum(sizes[:2]), sizes[0]], [sum(sizes), sum(sizes)]]
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_an_epoch_that_was_left_early_ends_before_the_next_one(inline: bool) -> None:
+    """Whoever reads the batches may hold its old iterator for longer."""
+    events: list[Any] = []
+    shares = WorkerBatches(
+        Loader(), Seeds(), (0, 1), 2, lambda batch, number: events.append(number), lambda: events.append("end"), inline
+    )
+    left = iter(shares)
+    next(left)
+    shares.build_ahead()
+    assert next(left).place == (0, 1)
+    second = iter(shares)
+    assert next(second).place == (1, 0)
+    ends = events.index("end")
+    assert events[:ends] == list(range(ends)) and events[ends + 1] == 0
+    left.close()
+    assert [batch.place for batch in second] == [(1, 1), (1, 2), (1, 3)]
+    assert events.count("end") == 2 and events[-1] == "end"

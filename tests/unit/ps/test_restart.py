@@ -9,9 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from gtrain.errors import ConfigError
 from gtrain.launch.slot import describe
@@ -26,8 +28,9 @@ from gtrain_ps.server.memory import ServerMemory
 from gtrain_ps.server.replay import StepHistory
 from gtrain_ps.strategy import PsStrategy
 from gtrain_ps.worker.group import ServedGroup
-from gtrain_ps.worker.lightning_state import shifted_loops
-from gtrain_ps.worker.progress import _numpy_state
+from gtrain_ps.worker.lightning_state import added_by_hooks, shifted_loops
+from gtrain_ps.worker.progress import ProgressRecorder, _numpy_state
+from gtrain_ps.worker.restarts import RestartingStrategy
 
 
 def test_plain_values_come_back_as_they_were() -> None:
@@ -265,3 +268,104 @@ def test_all_workers_learn_that_the_result_of_a_collective_could_not_be_kept() -
         collectives.contribute(1, 7, torch.ones(1))
     with pytest.raises(OSError, match="no space"):
         waits.result(0)
+
+
+def test_zeros_behind_a_log_and_a_job_without_its_settings(tmp_path: Path) -> None:
+    """What a file system may leave of writes that were not complete when the machine stopped."""
+
+    def opened() -> tuple[list[int], Journal]:
+        journal = Journal(tmp_path / "disk", {"seed": 1})
+        journal.load(ServerMemory())
+        return [record["number"] for record in journal.records()], journal
+
+    path = tmp_path / "disk" / "job.json"
+    opened()
+    path.write_text("")
+    opened()[1].append({"number": 3})
+    assert path.read_text() == '{"seed": 1}'
+    with open(tmp_path / "disk" / "log-0", "ab") as log:
+        log.write(bytes(4096))
+    recorded, journal = opened()
+    assert recorded == [3]
+    journal.append({"number": 4})
+    assert opened()[0] == [3, 4]
+    path.write_bytes(bytes(11))
+    with pytest.raises(ConfigError, match="job.json is not JSON"):
+        opened()
+
+
+def test_tensors_that_are_replaced_are_recorded_again() -> None:
+    module = pl.LightningModule()
+    module.layer = torch.nn.Linear(2, 2)
+    module.register_buffer("mean", torch.zeros(2))
+    trainer = SimpleNamespace(lr_scheduler_configs=[], optimizers=[], current_epoch=0, lightning_module=module)
+    recorder: Any = SimpleNamespace(_trainer=trainer, _hooked=False)
+    signatures = [ProgressRecorder._run_signature(recorder)]
+    module.mean += 1.0
+    module.layer.weight.data.zero_()
+    assert ProgressRecorder._run_signature(recorder) == signatures[0]
+    held = [module.mean, module.layer.weight.data]  # as the record of the state does
+    module.mean = module.mean * 0.9 + 1.0
+    signatures.append(ProgressRecorder._run_signature(recorder))
+    module.layer.weight.data = torch.ones(2, 2)
+    signatures.append(ProgressRecorder._run_signature(recorder))
+    assert held and len(set(map(str, signatures))) == 3
+
+
+class Hooked(pl.LightningModule):
+    """Has state in its hooks."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"].clear()
+        checkpoint["words"] = ["a", "b"]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        pass
+
+
+class Written(pl.Callback):
+    """Writes what nobody reads."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        raise AssertionError("no checkpoint is written")
+
+
+class Counting(pl.Callback):
+    """Has state in its hooks; perhaps in place of the module's."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint[self.name] = 3
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        pass
+
+
+def test_state_that_is_in_hooks_of_checkpoints_alone_is_kept_or_refused() -> None:
+    trainer: Any = SimpleNamespace(lightning_module=Hooked(), callbacks=[Counting("count"), Written()])
+    checkpoint = {"state_dict": {"weight": torch.ones(1)}, "epoch": 1}
+    assert added_by_hooks(trainer, checkpoint) == {"words": ["a", "b"], "count": 3}
+    assert checkpoint == {"state_dict": {"weight": torch.ones(1)}, "epoch": 1}
+    trainer.callbacks.append(Counting("state_dict"))
+    with pytest.raises(ConfigError, match="Counting.on_save_checkpoint replaces 'state_dict' in a checkpoint"):
+        added_by_hooks(trainer, checkpoint)
+
+
+def test_a_step_without_a_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows would be taken for those of the next one."""
+    monkeypatch.setattr(RestartingStrategy, "training_step", lambda self, *args: None)
+    with pytest.raises(ConfigError, match="training_step returned None; .* a step with every batch") as refused:
+        PsStrategy().training_step(None)
+    assert refused.value.hint == "return `loss * 0` for a batch that is to be skipped."
+
+
+def test_gradients_that_a_callback_accumulates_are_refused(tmp_path: Path) -> None:
+    strategy, module = PsStrategy(), pl.LightningModule()
+    for factors in ({0: 2}, {1: 3, 4: 1}):
+        scheduler = GradientAccumulationScheduler(factors)
+        trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[scheduler], default_root_dir=tmp_path)
+        module.trainer = trainer
+        with pytest.raises(ConfigError, match="accumulate_grad_batches=[23] was set; strategy=ps takes a step after"):
+            strategy._check_training(module)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gtrain.errors import CheckpointError, DataError
 from gtrain.nn import Adagrad, Csr, Embedding, LazyAdam, RowwiseAdagrad, SparseLinear, select_rows
-from gtrain.wire import Client, Server
+from gtrain.wire import Client, Limits, Message, Server
 from gtrain_ps.checkpoints import read_blocks, read_table, write_blocks
 from gtrain_ps.costs import Load, Plan
 from gtrain_ps.placement import Placement, spreading_multiplier
@@ -28,6 +28,7 @@ from gtrain_ps.server.block import Block
 from gtrain_ps.server.engine import Engine
 from gtrain_ps.server.journal import Journal
 from gtrain_ps.server.memory import ServerMemory
+from gtrain_ps.server.requests import Commit, ProductRequest
 from gtrain_ps.server.service import METHODS, ParameterService
 from gtrain_ps.worker.served_table import ServerTableStorage
 from gtrain_ps.worker.servers import ParameterServers
@@ -470,3 +471,101 @@ def test_bytes_of_a_step_are_within_a_twentieth_of_the_formula(services: Any, sh
             asked.result()
         spent = sum(client.counters.bytes_sent + client.counters.bytes_received for client in clients) - before
     assert 1.0 < spent / Plan("ship", *shape).nbytes(Load(rows * 60, 0, rows), width, 4, 4) < 1.05
+
+
+def test_a_batch_that_was_sent_ahead_and_discarded_is_not_mistaken_for_the_one_of_its_step() -> None:
+    """The server may have multiplied and grouped its rows, and returns the other product to a worker that restarts."""
+    engine = Engine(1, 0, ServerMemory(), replay=True)
+    block = engine.blocks["t"] = Block("t", 6, 2, torch.float32, engine.memory)
+    block.table[:] = torch.arange(6.0)[:, None]
+
+    def request(ids: list[int]) -> ProductRequest:
+        tensors = [torch.tensor(ids, dtype=torch.int32)]
+        return ProductRequest(0, 0, 0, block, block.rows(tensors[0], None, None), torch.float32, Message({}, tensors))
+
+    rules = {"t": ("sgd", {"lr": 1.0, "weight_decay": 0.0})}
+    for ids in ([2, 3], [4, 5]):  # the second batch is the step's
+        engine.multiply(request(ids))
+        engine.drain()
+    engine.commit(Commit(0, 0, 1.0, 1.0, [0], [torch.ones(2, 2)], rules, None, {}, Message({})))
+    engine.drain()
+    assert block.table[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 3.0, 4.0]
+    reply = engine.multiply(request([4, 5])).result()
+    assert reply is not None and reply.tensors[0][:, 0].tolist() == [4.0, 5.0]
+
+
+@pytest.fixture
+def layer_of_one(services: Any) -> Iterator[Callable[[Limits], tuple[SparseLinear, ServerTableStorage]]]:
+    """A wide layer whose table is on one server, for a worker with these limits."""
+    with ExitStack() as stack:
+
+        def start(limits: Limits = Limits()) -> tuple[SparseLinear, ServerTableStorage]:  # noqa: B008 (it is frozen)
+            (service,) = services(1, 1)
+            address = f"ipc://{service.socket.getsockname()}"
+            client = Client(address, peer="parameter 0", name="rank 0", limits=limits, timeout_seconds=LIMIT / 4)
+            layer = SparseLinear(FEATURES, HIDDEN, sparse=True, dtype=torch.float64)
+            servers = ParameterServers([stack.enter_context(client)])
+            place = Placement(FEATURES, HIDDEN, 1, 1)
+            storage = ServerTableStorage("wide", layer.table, place, servers, torch.float64, torch.float64, False)
+            storage.open()
+            layer.move(storage)
+            return layer, storage
+
+        yield start
+
+
+def train_step(layer: SparseLinear, storage: ServerTableStorage, rows: Csr) -> None:
+    """Train a step."""
+    layer(rows).sum().backward()
+    rules = {"wide": ("sgd", {"lr": 0.1, "weight_decay": 0.0})}
+    for request in send_step(storage.servers, [storage], rules, (1.0, 1.0), None):
+        request.result()
+
+
+def test_products_are_numbered_alike_with_and_without_discarded_batches(layer_of_one: Any) -> None:
+    """A restarted worker sends only the batches of its steps, and asks for products by their numbers."""
+    layer, storage = layer_of_one()
+    x, _ = data()
+    first, discarded, checked, second = (select_rows(x, torch.arange(n, n + 6)) for n in (0, 6, 12, 18))
+    for number, rows in enumerate((first, discarded)):
+        storage.prefetch(rows, number, True)
+    storage.prefetch(checked, 0, False)
+    storage.discard_prefetched(False)  # at the end of a validation between the steps
+    train_step(layer, storage, first)
+    storage.discard_prefetched(True)
+    storage.servers.restart_calls()
+    storage.prefetch(second, 1, True)
+    _, pending = storage.multiply(second)
+    assert (pending.step, pending.call) == (1, 0)
+
+
+def test_rows_that_are_sent_ahead_leave_room_for_the_steps_before(layer_of_one: Any) -> None:
+    """Their products follow these steps, so none of them may wait for the others' room."""
+    x, _ = data()
+    batches = [select_rows(x, torch.arange(ROWS)) for _ in range(12)]
+    layer, storage = layer_of_one(Limits(max_bytes_in_flight=24_000))
+    table = storage.read(0, FEATURES)
+    for number, rows in enumerate(batches):
+        storage.prefetch(rows, number, True)
+    pending = storage.servers.clients[0]._session.pending
+    assert 0 < pending.nbytes <= 6_000 and len(pending.requests) < 12
+    for rows in batches:
+        train_step(layer, storage, rows)
+    assert storage.servers.step == 12
+    expected = table - 12 * 0.1 * x.to_dense().sum(0)[:, None]
+    torch.testing.assert_close(storage.read(0, FEATURES), expected, rtol=1e-12, atol=1e-13)
+
+
+def test_a_step_larger_than_the_limit_is_sent_beside_rows_that_are_sent_ahead(layer_of_one: Any) -> None:
+    x, _ = data()
+    batches = [select_rows(x, torch.arange(ROWS)) for _ in range(2)]
+    entries = len(batches[0].ids) * 12 + ROWS * 2
+    layer, storage = layer_of_one(Limits(max_bytes_in_flight=8 * (entries + 400)))
+    for number, rows in enumerate(batches):
+        storage.prefetch(rows, number, True)
+    client = storage.servers.clients[0]
+    storage.multiply(batches[0])
+    assert len(client._session.pending.requests) == 1  # the second batch's
+    large = torch.zeros(9 * (entries + 400), dtype=torch.uint8)
+    fields = {"step": 0, "weight": 1.0, "scale": 1.0, "rules": "{}", "calls": [], "kept": ["step"]}
+    storage.servers.submit(0, "commit", fields, [large]).result()

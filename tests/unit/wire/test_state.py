@@ -37,6 +37,19 @@ def test_room_is_counted_in_bytes_and_requests() -> None:
     assert not table.has_room(1, LIMITS)
 
 
+def test_requests_sent_ahead_leave_room_for_any_other() -> None:
+    table = PendingRequests()
+    assert table.has_room_ahead(25, LIMITS) and not table.has_room_ahead(26, LIMITS)
+    table.add(pending(25))
+    assert not table.has_room_ahead(1, LIMITS)
+    assert table.has_room(1000, LIMITS)
+    server = session()
+    server.start(1, 30)  # with its header
+    assert not server.overflows(1000)
+    table.add(pending(1))
+    assert not table.has_room(75, LIMITS)
+
+
 def test_acknowledgements_tell_each_finished_request_once() -> None:
     table = PendingRequests()
     first, second, third, fourth = added(table, 4)
