@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from gtrain.data.batches.sampling import Sampling
 from gtrain.errors import ConfigError
@@ -35,10 +36,19 @@ def settings_of(trainer: pl.Trainer, device: torch.device, data: pl.LightningDat
     of_trainer = ("precision", "gradient_clip_val", "accumulate_grad_batches", "val_check_interval", "max_steps")
     of_data = ("task", "batch_size", "num_neighbors", *(field.name for field in fields(Sampling)))
     settings = {f"trainer.{name}": getattr(trainer, name) for name in of_trainer if hasattr(trainer, name)}
+    settings["trainer.accumulate_grad_batches"] = _most_accumulated(trainer)
     settings["trainer.accelerator"] = "gpu" if device.type == "cuda" else device.type
     for owner in (data, getattr(data, "sampling", None)):
         settings |= {f"data.{name}": getattr(owner, name) for name in of_data if hasattr(owner, name)}
     return settings
+
+
+def _most_accumulated(trainer: pl.Trainer) -> int:
+    """Return the most batches whose gradients a step sums, in any epoch: a callback may change their number."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    schedulers = [each for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
+    factors = [factor for scheduler in schedulers for factor in scheduler.scheduling.values()]
+    return max([trainer.accumulate_grad_batches, *factors])
 
 
 def check_full_batch(name: str, trainer: pl.Trainer) -> None:
@@ -47,9 +57,9 @@ def check_full_batch(name: str, trainer: pl.Trainer) -> None:
     Raises:
         ConfigError: gradient accumulation, or a fraction of an epoch's batches, is set.
     """
-    if trainer.accumulate_grad_batches != 1:
+    if (accumulated := _most_accumulated(trainer)) != 1:
         raise ConfigError(
-            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} was set; an epoch of strategy={name} "
+            f"trainer.accumulate_grad_batches={accumulated} was set; an epoch of strategy={name} "
             "is one batch, the whole graph, so there is nothing to accumulate.",
             hint="leave trainer.accumulate_grad_batches=1.",
         )

@@ -10,13 +10,12 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.backends import Serves, not_honoured
+from gtrain.backends import Serves
 from gtrain.data.batches.loader import SeedLoader, graph_batch, hetero_batch
 from gtrain.data.module import GraphDataModule
 from gtrain.engine.local import LocalEngine
@@ -26,7 +25,7 @@ from gtrain.graph.shard.whole import load_whole_hetero
 from gtrain.graph.store import Store
 from gtrain.nn import deferred, tables
 from gtrain.nn.patching import normalises
-from gtrain.protocols import DealsEdges, MultipliesRows, trainer_of
+from gtrain.protocols import DealsEdges, MultipliesRows
 from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.gradients import sum_gradients
 from gtrain.strategy.metric_states import METRICS
@@ -42,8 +41,6 @@ from gtrain_ps.worker.restarts import ROLE, RestartingStrategy
 from gtrain_ps.worker.row_table import RowTable, is_rows
 from gtrain_ps.worker.served_table import ServerTableStorage
 from gtrain_ps.worker.steps import flat_gradients, send_step, set_gradients
-
-ACCUMULATION = "trainer.accumulate_grad_batches"
 
 
 class PsStrategy(RestartingStrategy):
@@ -164,12 +161,6 @@ class PsStrategy(RestartingStrategy):
                 "Lightning takes it.",
                 hint="use automatic optimization.",
             )
-        trainer = trainer_of(module)
-        callbacks = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks:
-            factors = callback.scheduling.values() if isinstance(callback, GradientAccumulationScheduler) else ()
-            for factor in sorted({*factors} - {1}):  # the callback sets it when an epoch starts
-                raise not_honoured(self.strategy_name, ACCUMULATION, self.serves.limits, {ACCUMULATION: factor})
         norms = [name for name, layer in module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
         if norms and self.num_nodes * self.num_processes > 1:
             raise ConfigError(
@@ -249,6 +240,7 @@ class PsStrategy(RestartingStrategy):
         Raises:
             ConfigError: it skips the batch, whose rows the servers have already received for this step.
         """
+        self._connected().go_ahead()
         output = super().training_step(*args, **kwargs)
         if output is None:
             raise ConfigError(
@@ -324,6 +316,17 @@ class PsStrategy(RestartingStrategy):
             self._catch_up()
         return result
 
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Take back the rows of later steps before something that may need many requests."""
+        if self.parameter_servers is not None and any(table.has_prefetched for table in self.served_tables.values()):
+            self.parameter_servers.withdraw()
+            for table in self.served_tables.values():
+                table.withdraw()
+
     def on_train_end(self) -> None:
         super().on_train_end()
         self._catch_up()
@@ -353,6 +356,7 @@ class PsStrategy(RestartingStrategy):
         return {METRICS: {}}  # its absence shows that another number of workers wrote the checkpoint
 
     def shard_files(self, folder: Path) -> None:
+        self._withdraw()
         write_blocks(folder, self.served_tables, self._assigned_servers)
 
     @property

@@ -152,6 +152,13 @@ class Engine:
                     step.sent.pop(call, None)
         return self.version
 
+    def withdraw(self, worker: int) -> None:
+        """Drop what a worker has sent ahead of its steps, with empty replies: it sends this again in its turn."""
+        ahead = [request for request in self._products if request.worker == worker and request.call is not None]
+        self.forget(worker)
+        for request in ahead:
+            self._reply_product(request, None)
+
     def missing(self) -> set[int]:
         """Return the workers that have not committed a step that others have."""
         step = self._steps.get(self.version)

@@ -28,7 +28,7 @@ from gtrain_ps.server.requests import Commit, FutureReply, ProductRequest
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 METHODS = (
     *("open", "multiply", "commit", "read", "write", "read_state", "write_state", "reset", "status"),
-    *("gather", "passed", "come_back", "recall", "sum", "waiting", "end"),
+    *("gather", "passed", "come_back", "withdraw", "recall", "sum", "waiting", "end"),
 )
 """Methods of the service; the journal stores their names."""
 
@@ -245,6 +245,10 @@ class ParameterService:
         """Prepare for a restarted worker: drop its unfinished requests, and return the version."""
         self._collectives.drop(_rank(caller))
         return Message({"version": self.engine.forget(_rank(caller))})
+
+    def withdraw(self, message: Message, caller: Caller) -> None:
+        """Drop the products that the worker has requested ahead of its steps, between two of these."""
+        self.engine.withdraw(_rank(caller))
 
     def recall(self, message: Message, caller: Caller) -> Message:
         """Return the worker's replay entries of a step. Fields: ``step``."""

@@ -133,10 +133,22 @@ class ServerTableStorage(RemoteTableStorage):
         """
         call, pending = self._next_call(step, training), None
         entries = sort_rows(rows, self.placement, self.dtype, self.key)
-        if self.servers.has_room_ahead(entries.nbytes):
-            pending = self._send(entries, rows.num_rows, step, call)
-        # The key is the identity of the tensor. The entry holds the tensor, so that no other gets the same identity.
-        self._prefetched[id(rows.ids)] = rows.ids, call, pending
+        with self.servers.sending_ahead:
+            if self.servers.has_room_ahead(entries.nbytes, training):
+                pending = self._send(entries, rows.num_rows, step, call)
+            # The key is the identity of the tensor. The entry holds the tensor: no other gets the same identity.
+            self._prefetched[id(rows.ids)] = rows.ids, call, pending
+
+    @property
+    def has_prefetched(self) -> bool:
+        """Whether rows of later steps were sent ahead."""
+        return any(call is not None for _, call, _ in list(self._prefetched.values()))
+
+    def withdraw(self) -> None:
+        """Send the rows of later steps again in their turn: the servers have dropped their products."""
+        for key, (ids, call, _) in list(self._prefetched.items()):
+            if call is not None:
+                self._prefetched[key] = ids, call, None
 
     def discard_prefetched(self, training: bool) -> None:
         """Forget the products, for training or not, that were prefetched and not used."""

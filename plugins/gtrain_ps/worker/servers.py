@@ -154,6 +154,7 @@ class ParameterServers:
         self._sent: list[dict[int, _SentStep]] = [{} for _ in self.clients]
         self._incarnations: list[int | None] = [None for _ in self.clients]
         self._lock = threading.Lock()
+        self._sends_ahead, self.sending_ahead = True, threading.Lock()
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -171,9 +172,31 @@ class ParameterServers:
         requests = [self.submit(server, method, fields) for server in range(len(self))]
         return [request.result() for request in requests]
 
-    def has_room_ahead(self, nbytes: int) -> bool:
-        """Whether every server may be sent rows of a later step, of this size. Any thread may call this."""
-        return all([client.has_room_ahead(nbytes) for client in self.clients])
+    def has_room_ahead(self, nbytes: int, training: bool) -> bool:
+        """Whether every server may be sent rows of a later batch, of this size.
+
+        Any thread may call this. It holds ``sending_ahead`` until it has sent them.
+        """
+        allowed = self._sends_ahead or not training
+        return allowed and all([client.has_room_ahead(nbytes) for client in self.clients])
+
+    def withdraw(self) -> None:
+        """Have the servers drop the products that were requested ahead of training's steps; request no further ones.
+
+        A client has no more than 4,096 requests above an unanswered one, and a validation or a checkpoint within an
+        epoch may need more before the next step.
+        """
+        with self.sending_ahead:
+            self._sends_ahead = False
+            with self._lock:
+                for sent in self._sent:
+                    for step in [step for step in sent if step >= self.step]:
+                        del sent[step]
+            self.request_all("withdraw", {})
+
+    def go_ahead(self) -> None:
+        """Allow requests ahead of the steps again."""
+        self._sends_ahead = True
 
     def next_call(self, step: int) -> int:
         """Return the number of a product of a step. Any thread may call this."""

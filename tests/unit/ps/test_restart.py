@@ -31,6 +31,7 @@ from gtrain_ps.worker.group import ServedGroup
 from gtrain_ps.worker.lightning_state import added_by_hooks, shifted_loops
 from gtrain_ps.worker.progress import ProgressRecorder, _numpy_state
 from gtrain_ps.worker.restarts import RestartingStrategy
+from gtrain_sar.strategy import SarStrategy
 
 
 def test_plain_values_come_back_as_they_were() -> None:
@@ -362,10 +363,11 @@ def test_a_step_without_a_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_gradients_that_a_callback_accumulates_are_refused(tmp_path: Path) -> None:
-    strategy, module = PsStrategy(), pl.LightningModule()
+    module = pl.LightningModule()
     for factors in ({0: 2}, {1: 3, 4: 1}):
         scheduler = GradientAccumulationScheduler(factors)
         trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[scheduler], default_root_dir=tmp_path)
-        module.trainer = trainer
-        with pytest.raises(ConfigError, match="accumulate_grad_batches=[23] was set; strategy=ps takes a step after"):
-            strategy._check_training(module)
+        said = "accumulate_grad_batches=[23] was set; "
+        for strategy, name in ((PsStrategy(), "ps"), (SarStrategy(), "sar")):
+            with pytest.raises(ConfigError, match=f"{said}strategy={name} takes"):
+                strategy.check_start(trainer, module, None)

@@ -556,6 +556,31 @@ def test_rows_that_are_sent_ahead_leave_room_for_the_steps_before(layer_of_one: 
     torch.testing.assert_close(storage.read(0, FEATURES), expected, rtol=1e-12, atol=1e-13)
 
 
+def test_rows_that_are_sent_ahead_can_be_withdrawn(layer_of_one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps, for a validation or a checkpoint, whose requests exceed those above an unanswered one."""
+    monkeypatch.setattr("gtrain.wire.pending.MAX_ACKNOWLEDGED", 64)
+    x, _ = data()
+    *batches, late = (select_rows(x, torch.arange(number, number + 6)) for number in (0, 6, 12, 18))
+    layer, storage = layer_of_one()
+    table = storage.read(0, FEATURES)
+    for number, rows in enumerate(batches):
+        storage.prefetch(rows, number, True)
+    train_step(layer, storage, batches[0])
+    pending = storage.servers.clients[0]._session.pending
+    assert storage.has_prefetched and pending.requests
+    storage.servers.withdraw()
+    storage.withdraw()
+    storage.prefetch(late, 3, True)  # by the thread that builds batches
+    for _ in range(100):
+        storage.read(0, 1)
+    assert not pending.requests
+    storage.servers.go_ahead()
+    for rows in (*batches[1:], late):
+        train_step(layer, storage, rows)
+    expected = table - 0.1 * x.to_dense().sum(0)[:, None]
+    torch.testing.assert_close(storage.read(0, FEATURES), expected, rtol=1e-12, atol=1e-13)
+
+
 def test_a_step_larger_than_the_limit_is_sent_beside_rows_that_are_sent_ahead(layer_of_one: Any) -> None:
     x, _ = data()
     batches = [select_rows(x, torch.arange(ROWS)) for _ in range(2)]
