@@ -301,10 +301,10 @@ def test_a_checkpoint_has_the_rows_that_were_changed(
         storage.servers.submit(server, "reset", {**common, "table": asdict(storage.table), "accumulator": accumulator})
     storage.write([(ids, expected[ids])])
     write_blocks(tmp_path, {"wide": storage}, range(storage.placement.servers))
-    found = read_blocks(tmp_path)["wide"]
-    stored = {server: len(block.tensors["rows"]) for server, block in found.blocks.items()}
+    saved = read_blocks(tmp_path)["wide"]
+    stored = {server: len(block.tensors["rows"]) for server, block in saved.blocks.items()}
     assert sum(stored.values()) == 4 * shape[1]
-    assert all(block.initial is not None for block in found.blocks.values())
+    assert all(block.initial is not None for block in saved.blocks.values())
     again = torch.full_like(expected, torch.nan)
     for chosen, piece in read_table(tmp_path, "wide", storage.table).pieces():
         again[chosen] = piece
@@ -312,7 +312,7 @@ def test_a_checkpoint_has_the_rows_that_were_changed(
     # Rows and state that were trained since are reset.
     everything = torch.arange(FEATURES)
     storage.write([(everything, torch.zeros(FEATURES, HIDDEN, dtype=torch.float64))])
-    for server, block in found.blocks.items():
+    for server, block in saved.blocks.items():
         if rule is not None:
             shapes = storage.describe_block(server).shapes
             storage.write_block(server, rule, {"sum": torch.full(shapes["sum"], 9, dtype=torch.float64)})
