@@ -240,7 +240,8 @@ class PsStrategy(RestartingStrategy):
         Raises:
             ConfigError: it skips the batch, whose rows the servers have already received for this step.
         """
-        self._connected().go_ahead()
+        if self.parameter_servers is not None:
+            self.parameter_servers.go_ahead()
         output = super().training_step(*args, **kwargs)
         if output is None:
             raise ConfigError(
