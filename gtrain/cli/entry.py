@@ -14,7 +14,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -314,8 +313,8 @@ def _job(cfg: DictConfig) -> Any:
     records = launchers.is_first() and cfg.cluster.rank in (None, 0)
     facts = {**chosen, "overrides": overrides, "num_nodes": cfg.trainer.num_nodes, "devices": cfg.trainer.devices}
     # By which a run that has no summary yet tells which of its scores is the best.
-    monitor, direction = map(partial(_text_of, cfg), ("callbacks.checkpoint.monitor", "callbacks.checkpoint.mode"))
-    facts["checkpoint"] = {"monitor": monitor, "direction": direction}
+    keys = {"monitor": "callbacks.checkpoint.monitor", "direction": "callbacks.checkpoint.mode"}
+    facts["checkpoint"] = {name: _text_of(cfg, key) for name, key in keys.items()}
     verb = cfg.verb if records else ""
 
     def folder() -> Path:  # that of an earlier attempt, once a restarted job has found it

@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -247,6 +247,11 @@ def find_runs(paths: list[Path]) -> list[RunRecord]:
 def is_run(path: Path) -> bool:
     """Whether a folder is that of a run that trained or tested, or was to."""
     return any((path / name).exists() for name in (SUMMARY, f"record/{EVENTS}", "run.json"))
+
+
+def told_direction(runs: Iterable[RunRecord], score: str) -> str | None:
+    """Return the direction of a score, as the first of several runs tells that does; see RunRecord.direction_of."""
+    return next((told for run in runs if (told := run.direction_of(score)) is not None), None)
 
 
 def by_number(name: str) -> tuple[str, int]:

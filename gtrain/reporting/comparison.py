@@ -8,7 +8,7 @@ from typing import Any
 
 import altair as alt
 
-from gtrain.record.run import Row, RunRecord, differing
+from gtrain.record.run import Row, RunRecord, differing, told_direction
 from gtrain.record.scores import better
 from gtrain.reporting.figures import PARTS, score_names, steady_epochs, training_axis, training_clock
 from gtrain.reporting.page import write_page
@@ -91,8 +91,7 @@ def comparison_rows(runs: list[RunRecord], names: list[str]) -> list[Row]:
 def _best(runs: list[RunRecord], rows: list[Row], name: str) -> float | None:
     """Return the best value of a score; None with fewer than two."""
     values = [row["metrics"][name] for row in rows if row["metrics"].get(name) is not None]
-    directions = (told for run in runs if (told := run.direction_of(name)) is not None)
-    return None if len(values) < 2 else float(better(name, values, next(directions, None)))
+    return None if len(values) < 2 else float(better(name, values, told_direction(runs, name)))
 
 
 def _curves(runs: list[RunRecord], names: list[str]) -> list[Figure]:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gtrain.console import table_console
-from gtrain.record.run import RunRecord, differing
+from gtrain.record.run import RunRecord, differing, told_direction
 from gtrain.record.scores import better
 from gtrain.reporting.listing import ListedRun, describe, find_folders
 from gtrain.reporting.watch import COLOURS
@@ -38,8 +38,8 @@ def show(folder: Path) -> None:
     _write(folder / FILE, jobs, settings)
     console = table_console()
     scores = {job.score for job in jobs if job.score is not None}
-    directions = (told for record in records for score in scores if (told := record.direction_of(score)) is not None)
-    console.print(_table(jobs, settings, next(directions, None)))
+    direction = told_direction(records, *scores) if len(scores) == 1 else None
+    console.print(_table(jobs, settings, direction))
     console.print(Text(f"the table as CSV: {folder / FILE}"), soft_wrap=True)
 
 

@@ -64,8 +64,9 @@ class SavedTable:
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield all rows in pieces: ids int64 [m] and rows [m, d]."""
-        if any(block.initial is not None for block in self.blocks.values()):
-            yield from self._pieces_by_id()
+        initial = next((block.initial for block in self.blocks.values() if block.initial is not None), None)
+        if initial is not None:
+            yield from self._pieces_by_id(TableSpec(**initial.table))
             return
         placement, columns = self.placement, self.placement.column_blocks
         for block in range(placement.row_blocks):
@@ -75,11 +76,9 @@ class SavedTable:
                 end = min(begin + step, placement.block_rows(block))
                 yield placement.ids(block, begin, end), torch.cat([part[begin:end] for part in parts], dim=1)
 
-    def _pieces_by_id(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield all rows in the order of their ids, in which initial rows are computed."""
+    def _pieces_by_id(self, table: TableSpec) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield all rows in the order of their ids, in which the table's initial rows are computed."""
         placement, dtype = self.placement, self.blocks[0].tensors["rows"].dtype
-        initial = next(block.initial for block in self.blocks.values() if block.initial is not None)
-        table = TableSpec(**initial.table)
         for begin in range(0, placement.rows, INIT_ROWS):
             ids = torch.arange(begin, min(begin + INIT_ROWS, placement.rows))
             rows = table.initial(begin, begin + len(ids)).to(dtype, copy=True)

@@ -323,7 +323,10 @@ class PsStrategy(RestartingStrategy):
 
     def _withdraw(self) -> None:
         """Take back the rows of later steps before something that may need many requests."""
-        if self.parameter_servers is not None and any(table.has_prefetched for table in self.served_tables.values()):
+        if self.parameter_servers is None:
+            return
+        self.parameter_servers.hold()  # the thread that builds batches may be about to send some
+        if any(table.has_prefetched for table in self.served_tables.values()):
             self.parameter_servers.withdraw()
             for table in self.served_tables.values():
                 table.withdraw()

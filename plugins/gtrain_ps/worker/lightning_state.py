@@ -23,6 +23,31 @@ def logged_metrics(trainer: pl.Trainer) -> Metrics:
     return [(f"log/{name}", metric) for name, metric in logged if metric.is_tensor]
 
 
+def as_checkpoint(
+    epoch: int, step: int, layers: dict[str, Any], loops: LoopState, callbacks: dict[str, Any], schedulers: list[Any]
+) -> dict[str, Any]:
+    """Return Lightning's entries of a checkpoint.
+
+    Args:
+        epoch: of the checkpoint.
+        step: ``trainer.global_step``.
+        layers: ``module`` and ``optimizers``, the states of these.
+        loops: counters of the training loop.
+        callbacks: their states, by key.
+        schedulers: their states.
+    """
+    return {
+        "epoch": epoch,
+        "global_step": step,
+        "pytorch-lightning_version": pl.__version__,
+        "state_dict": layers["module"],
+        "optimizer_states": layers["optimizers"],
+        "loops": {"fit_loop": loops},
+        "callbacks": callbacks,
+        "lr_schedulers": schedulers,
+    }
+
+
 def added_by_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return what the data module, the callbacks and the module add to a checkpoint, and read from it.
 

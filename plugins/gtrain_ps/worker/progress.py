@@ -143,17 +143,11 @@ class ProgressRecorder:
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             if type(callback).__qualname__ in run["records"]:
                 callback.load_restart_state(run["records"][type(callback).__qualname__])
-        return {
-            **run.get("added", {}),
-            "epoch": run["epoch"],
-            "global_step": lightning_state.global_step(loops),
-            "pytorch-lightning_version": pl.__version__,
-            "state_dict": layers["module"],
-            "optimizer_states": layers["optimizers"],
-            "loops": {"fit_loop": loops},
-            "callbacks": run["callbacks"],
-            "lr_schedulers": run["schedulers"],
-        }
+        completed = lightning_state.global_step(loops)
+        checkpoint = lightning_state.as_checkpoint(
+            run["epoch"], completed, layers, loops, run["callbacks"], run["schedulers"]
+        )
+        return {**run.get("added", {}), **checkpoint}
 
     @property
     def restored_pending_sums(self) -> int:
@@ -172,8 +166,8 @@ class ProgressRecorder:
     def _pack_run(self) -> Tensor:
         trainer = self._trainer
         optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
-        module = trainer.lightning_module.state_dict()
-        content, self._layers = split({"module": module, "optimizers": optimizers})
+        layers = {"module": trainer.lightning_module.state_dict(), "optimizers": optimizers}
+        content, self._layers = split(layers)
         in_place = all(tensor.is_contiguous() for tensor in self._layers)  # steps change the tensors themselves
         self._layer_bytes = [as_bytes(tensor) for tensor in self._layers] if in_place else None
         self._run_step = self._servers.step
@@ -182,16 +176,9 @@ class ProgressRecorder:
         loops = trainer.fit_loop.state_dict()
         schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
         states = {one.state_key: state for one in callbacks if (state := one.state_dict())}
-        checkpoint = {
-            "epoch": trainer.current_epoch,
-            "global_step": trainer.global_step,
-            "pytorch-lightning_version": pl.__version__,
-            "state_dict": module,
-            "optimizer_states": optimizers,
-            "loops": {"fit_loop": loops},
-            "callbacks": states,
-            "lr_schedulers": schedulers,
-        }
+        checkpoint = lightning_state.as_checkpoint(
+            trainer.current_epoch, trainer.global_step, layers, loops, states, schedulers
+        )
         return pack(
             {
                 "epoch": trainer.current_epoch,

@@ -180,19 +180,22 @@ class ParameterServers:
         allowed = self._sends_ahead or not training
         return allowed and all([client.has_room_ahead(nbytes) for client in self.clients])
 
+    def hold(self) -> None:
+        """Request no further products ahead of training's steps, until :meth:`go_ahead`."""
+        with self.sending_ahead:
+            self._sends_ahead = False
+
     def withdraw(self) -> None:
-        """Have the servers drop the products that were requested ahead of training's steps; request no further ones.
+        """Have the servers drop the products that were requested ahead of training's steps, after :meth:`hold`.
 
         A client has no more than 4,096 requests above an unanswered one, and a validation or a checkpoint within an
         epoch may need more before the next step.
         """
-        with self.sending_ahead:
-            self._sends_ahead = False
-            with self._lock:
-                for sent in self._sent:
-                    for step in [step for step in sent if step >= self.step]:
-                        del sent[step]
-            self.request_all("withdraw", {})
+        with self._lock:
+            for sent in self._sent:
+                for step in [step for step in sent if step >= self.step]:
+                    del sent[step]
+        self.request_all("withdraw", {})
 
     def go_ahead(self) -> None:
         """Allow requests ahead of the steps again."""

@@ -568,6 +568,7 @@ def test_rows_that_are_sent_ahead_can_be_withdrawn(layer_of_one: Any, monkeypatc
     train_step(layer, storage, batches[0])
     pending = storage.servers.clients[0]._session.pending
     assert storage.has_prefetched and pending.requests
+    storage.servers.hold()
     storage.servers.withdraw()
     storage.withdraw()
     storage.prefetch(late, 3, True)  # by the thread that builds batches
