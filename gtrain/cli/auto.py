@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from gtrain.record.scores import lower_is_better
 
 LAUNCHERS = ("local", "ray")
 """Launchers whose command starts all ranks, and so decides for all of them."""
+_TIMER = "gtrain.callbacks.race.RaceTimer"
 Launch = Callable[[DictConfig, dict[str, str], list[str]], Any]
 
 
@@ -90,11 +91,13 @@ def settle(
             hint="run gtrain plan with the same settings, and name the strategy that it recommends.",
         )
     OmegaConf.to_object(cfg.strategy)  # checks race_seconds
+    seconds = float(cfg.strategy.get("race_seconds") or 0)
+    if seconds:
+        _check_race(cfg)
     candidates, reason = _choose(cfg, overrides, experiment)
     make = partial(_settled, cfg, overrides, choices, experiment)
     if not candidates:
         raise ConfigError(f"strategy=auto was set. {reason}", hint="gtrain plan plan.least=true counts machines.")
-    seconds = float(cfg.strategy.get("race_seconds") or 0)
     if seconds and len(candidates) > 1:
         first, second = _two_best(candidates)
         best, reason, extra = _race(cfg, (first, second), seconds, make, launch)
@@ -186,6 +189,25 @@ def _two_best(candidates: Sequence[Candidate]) -> tuple[Candidate, Candidate]:
     return first, next((other for other in others if other.strategy != first.strategy), others[0])
 
 
+def _check_race(cfg: DictConfig) -> None:
+    """Refuse a race of a job that has no score.
+
+    Raises:
+        ConfigError: it does not validate, or has no checkpoint, which monitors the score.
+    """
+    if cfg.trainer.limit_val_batches == 0:
+        reason, hint = "trainer.limit_val_batches=0", "remove trainer.limit_val_batches=0"
+    elif not any(cfg.callbacks.values()):
+        reason, hint = "callbacks=none", "remove callbacks=none"
+    else:
+        return
+    raise ConfigError(
+        f"strategy.race_seconds={cfg.strategy.race_seconds:g} and {reason} were set; a race compares the validation "
+        "scores that the checkpoint monitors.",
+        hint=f"{hint}, or strategy.race_seconds: then the plan decides.",
+    )
+
+
 def race_folders(run_dir: Path, racers: tuple[Candidate, Candidate]) -> dict[Candidate, Path]:
     """Return the folder of each candidate: ``race/<strategy>``, with its settings where both have one strategy."""
     alike = racers[0].strategy == racers[1].strategy
@@ -211,14 +233,13 @@ def _race(
         settled, _ = make(racer, [*racer.race, "trainer.limit_test_batches=0"])
         with open_dict(settled.cfg):
             settled.cfg.paths.run = str(folder)
-            settled.cfg.trainer.max_time = _as_time(seconds)
-            # One validation, when the time is over.
-            settled.cfg.trainer.num_sanity_val_steps = 0
+            settled.cfg.trainer.max_time, settled.cfg.trainer.num_sanity_val_steps = None, 0
+            # Validates when the time is over, also between the epochs in which the job validates.
+            settled.cfg.callbacks.race = {"_target_": _TIMER, "duration": _as_time(seconds)}
         folder.mkdir(parents=True, exist_ok=True)
         print(f"gtrain: race: {racer.title} trains for {seconds:g} s", file=sys.stderr, flush=True)
         launch(settled.cfg, settled.choices, settled.overrides)
         scores[racer] = _score(folder)
-    name = {racer: "no score" if score is None else f"{score:.4g}" for racer, score in scores.items()}
     monitored: dict[str, Any] = next(
         (best for folder in folders.values() if (best := _summary(folder).get("best"))), {}
     )
@@ -227,13 +248,23 @@ def _race(
     sign = 1 if lower else -1
     best = min(known, key=lambda racer: sign * (scores[racer] or 0.0)) if known else racers[0]
     other = racers[1] if best is racers[0] else racers[0]
-    if len(known) == 2 and scores[best] == scores[other]:
-        reason = f"{best.title} has the shorter planned epoch of two with equal scores"
-        reason += f" after {seconds:g} s, {name[best]}"
+    last = folders[best] / "checkpoints" / "last.ckpt"
+    return best, _reason(best, other, scores, seconds), [f"ckpt_path={last}"] if last.exists() else []
+
+
+def _reason(best: Candidate, other: Candidate, scores: Mapping[Candidate, float | None], seconds: float) -> str:
+    """Return why a candidate goes on, one sentence."""
+    name = {racer: f"{score:.4g}" for racer, score in scores.items() if score is not None}
+    planned = f"{best.title} has the shorter planned epoch"
+    if scores[best] is None:
+        reason = f"neither {best.title} nor {other.title} has a score after {seconds:g} s; {planned}"
+    elif scores[other] is None:
+        reason = f"{best.title} has a score after {seconds:g} s, {name[best]} ({other.title} has none)"
+    elif scores[best] == scores[other]:
+        reason = f"{planned} of two with equal scores after {seconds:g} s, {name[best]}"
     else:
         reason = f"{best.title} has the better score after {seconds:g} s, {name[best]} ({other.title}: {name[other]})"
-    last = folders[best] / "checkpoints" / "last.ckpt"
-    return best, f"{reason}, and goes on.", [f"ckpt_path={last}"] if last.exists() else []
+    return f"{reason}, and goes on."
 
 
 def _as_time(seconds: float) -> str:

@@ -83,16 +83,35 @@ def _exact_gcn_norm(edge_index: Any, edge_weight: Tensor | None, *options: Any) 
     return edge_index, weight.to(given)
 
 
-def synchronised_batch_norm(norm: nn.BatchNorm1d, group: Group, x: Tensor) -> Tensor:
-    """Return ``norm(x)`` with the statistics of all ranks' rows; ``x`` is [n, C], n may differ between ranks."""
+def synchronised_batch_norm(norm: nn.BatchNorm1d, group: Group, x: Tensor, *, allow_single: bool = False) -> Tensor:
+    """Return ``norm(x)`` with the statistics of all ranks' rows.
+
+    Args:
+        norm: the layer.
+        group: the ranks.
+        x: [n, C] or [n, C, L]; n may differ between ranks.
+        allow_single: use the running statistics where all ranks together have at most one row, as PyG's ``BatchNorm``
+            with ``allow_single_element`` does.
+    """
+    if x.dim() > 2:
+        rows = x.movedim(1, -1)
+        out = synchronised_batch_norm(norm, group, rows.flatten(0, -2), allow_single=allow_single)
+        return out.view(rows.shape).movedim(-1, 1)
     if not (norm.training or norm.running_mean is None):
-        return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
+        return _evaluated(norm, x)
     count, mean, m2 = _global_moments(group, x.detach())
+    if allow_single and count <= 1:
+        return _evaluated(norm, x)
     if norm.training and norm.track_running_stats:
         _update_running(norm, count, mean, m2)
     dtype, exact = x.dtype, x.to(sum_dtype(x.dtype))
     normalised = _Normalise.apply(group, exact, mean.to(exact), (m2 / count).to(exact), count, norm.eps)
     return (normalised if norm.weight is None else normalised * norm.weight + norm.bias).to(dtype)
+
+
+def _evaluated(norm: nn.BatchNorm1d, x: Tensor) -> Tensor:
+    """Return ``norm(x)`` with the running statistics."""
+    return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
 
 
 def _global_moments(group: Group, x: Tensor) -> tuple[float, Tensor, Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn.conv import GATConv, GATv2Conv, MessagePassing, TransformerConv
+from torch_geometric.nn.norm import BatchNorm
 
 from gtrain.engine.constants import Constants, version_of
 from gtrain.engine.edges import EdgeBlock
@@ -102,7 +103,7 @@ class MethodPatches:
             module: a convolution.
             methods: by name, what replaces methods of its convolutions instead; called with the convolution first.
         """
-        norms = nn.modules.batchnorm._BatchNorm
+        norms = nn.modules.batchnorm._BatchNorm, BatchNorm
         layers = [layer for layer in module.modules() if layer in self._patched and not isinstance(layer, norms)]
         before = [dict(layer.__dict__) for layer in layers]
         for layer in layers:
@@ -187,9 +188,14 @@ class _Memoized:
         key = (*args, *sorted(kwargs.items()), tuple(map(version_of, tensors)))
         if not all(tensor in self._constants for tensor in tensors):
             return self._original(*args, **kwargs)
-        for cached_key, result in self._results.get(tensors[0], []):
-            if len(cached_key) == len(key) and all(map(_same, cached_key, key)):
-                return result
+        cached = self._results.get(tensors[0], [])
+        for i, (cached_key, result) in enumerate(cached):
+            if len(cached_key) == len(key) and all(map(_same, cached_key[:-1], key[:-1])):
+                if cached_key[-1] == key[-1]:
+                    return result
+                # Of values that were changed in place since.
+                del cached[i]
+                break
         result = self._original(*args, **kwargs)
         if not torch.is_inference_mode_enabled():
             # Autograd cannot use inference tensors later.

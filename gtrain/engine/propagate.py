@@ -185,7 +185,8 @@ class Propagation:
         rows = source_rows(call) if call.reduce in ("max", "min") and self._schedule.compiled else None
         if rows is not None:
             return extreme(call.blocks, rows, call.reduce == "max", self._schedule)
-        if self._schedule.mode == 3 or normalises_messages(call):
+        # Messages that read nothing at sources need no exchange.
+        if self._schedule.mode == 3 or not call.sources or normalises_messages(call):
             return None
         if sees_one_edge(call.conv):
             return aggregate_by_blocks(call, self._schedule)

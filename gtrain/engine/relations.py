@@ -31,6 +31,11 @@ from gtrain.memory.pages import zeros
 from gtrain.nn.relational import IdRGCNConv
 
 
+def are_known(edge_type: Tensor, num_relations: int) -> bool:
+    """Whether all types of edges [E] are below the number of relations, and none is negative."""
+    return not len(edge_type) or (int(edge_type.min()) >= 0 and int(edge_type.max()) < num_relations)
+
+
 @dataclass
 class RelationPairs:
     """The P distinct pairs of relation and target that have an edge, by relation and then by target.
@@ -52,7 +57,7 @@ class RelationPairs:
     @classmethod
     def of(cls, edge_index: Tensor, edge_type: Tensor, relations: int, edges: BlockSource) -> RelationPairs:
         """Sort edges [2, E] of the types 0 .. relations-1, [E]."""
-        key = edge_type * edges.num_targets + edge_index[1]
+        key = edge_type.long() * edges.num_targets + edge_index[1]
         pairs, pair_of_edge, counts = torch.unique(key, return_inverse=True, return_counts=True)
         relation, targets = pairs // edges.num_targets, pairs % edges.num_targets
         every = torch.arange(len(pairs), device=pairs.device)
@@ -73,7 +78,8 @@ class RelationalConv:
         edges: returns the blocks of edges between the same nodes, for the convolution's ``x``.
         schedule: when blocks are fetched.
         constants: the cache of aggregates of constant rows.
-        whole: whether all sources are nodes of this process, so that their ids are known to it.
+        whole: whether all sources are nodes of this process, so that their ids are known to it. Of shards, the types
+            of all edges must be those of relations: a rank alone must not run the layer as PyG wrote it.
     """
 
     def __init__(
@@ -94,7 +100,10 @@ class RelationalConv:
         conv = self._conv
         sources, targets = x if isinstance(x, tuple) else (x, x)
         tensors = all(type(value) is Tensor for value in (sources, targets, edge_index, edge_type))
-        if not tensors or has_hooks(conv) or reduction(conv) not in ("sum", "mean") or not self._known(edge_type):
+        if not tensors or has_hooks(conv) or reduction(conv) not in ("sum", "mean"):
+            return type(conv).forward(conv, x, edge_index, edge_type)
+        if self._whole and not are_known(edge_type, conv.num_relations):
+            # PyG reports them.
             return type(conv).forward(conv, x, edge_index, edge_type)
         if sources.is_floating_point() and isinstance(conv, RGCNConv):
             out = self._of_features(sources, targets, edge_index, edge_type)
@@ -103,10 +112,6 @@ class RelationalConv:
         else:
             return type(conv).forward(conv, x, edge_index, edge_type)
         return count_hop(conv, out if conv.bias is None else out + conv.bias)
-
-    def _known(self, edge_type: Tensor) -> bool:
-        """Whether all types are those of relations; PyG reports other ones."""
-        return not len(edge_type) or (int(edge_type.min()) >= 0 and int(edge_type.max()) < self._conv.num_relations)
 
     def _of_features(self, x: Tensor, targets: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
         conv: Any = self._conv
@@ -183,6 +188,7 @@ class LearnedRows:
     @classmethod
     def of(cls, ids: Tensor, edge_index: Tensor, edge_type: Tensor, nodes: int, edges: Any) -> LearnedRows:
         """Sort edges [2, E] of the types [E], whose sources have the ids [n], below ``nodes``."""
+        edge_type = edge_type.long()
         rows, row_of_edge = torch.unique(edge_type * nodes + ids[edge_index[0]], return_inverse=True)
         pair = edge_type * edges.num_targets + edge_index[1]
         _, pair_of_edge, counts = torch.unique(pair, return_inverse=True, return_counts=True)

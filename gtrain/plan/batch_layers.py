@@ -57,6 +57,9 @@ def add_layers(estimate: Estimate, run: PlannedRun, batch: MeanBatch, steps: int
             copies=3 if work.dropout and number < len(work.layers) else 2, outputs=layer.outputs, item=work.item,
         )  # fmt: skip
     estimate.add(MEMORY, "gradients at the peak", "2 * numbers * item", numbers=widest, item=work.item)
+    if work.dense:
+        # As many rows as the first layer computes: other layers stand beside the convolutions, or behind them.
+        layers.add_dense_time(estimate, run, nodes[max(hops - 1, 0) if trimmed else hops], steps)
 
 
 def add_typed_layers(estimate: Estimate, run: PlannedRun, batch: MeanBatch, steps: int) -> None:

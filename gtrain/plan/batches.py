@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gtrain.data.batches.loader import target_edge_type
 from gtrain.graph.sampling.columns import Columns
@@ -72,9 +73,17 @@ def fan_out_of(run: PlannedRun) -> Any:
 
 
 def store_to_draw_from(run: PlannedRun) -> Store | None:
-    """Return the store from which batches are drawn, with a part per rank if there is one; None: compute them."""
+    """Return the store from which batches are drawn, with a part per rank if there is one; None: compute them.
+
+    Raises:
+        NotEstimated: the graph has several types, and is too large to draw from.
+    """
     store = run.workload.store_of(run.ranks) or run.workload.store
-    return None if store is None or store.num_edges > MOST_EDGES else store
+    if store is None or store.num_edges <= MOST_EDGES:
+        return store
+    if store.is_hetero:
+        raise NotEstimated(f"batches of a graph with several types are drawn from at most {MOST_EDGES:,} edges")
+    return None
 
 
 class BatchDrawing:
@@ -85,20 +94,35 @@ class BatchDrawing:
         run: the run.
         fan_out: of :func:`fan_out_of`.
         first_part: whether seeds are those of part 0 alone.
+        sharing: ranks that divide the seeds of a step by owner, of which the first draws; each owns a part.
         replace: whether neighbours are drawn with replacement.
+        disjoint: whether each seed has a neighbourhood of its own.
+
+    Attributes:
+        fan_out: by edge type.
+        row_bytes: by node type, bytes of a row.
     """
 
     def __init__(
-        self, store: Store, run: PlannedRun, fan_out: Any, *, first_part: bool = False, replace: bool = False
+        self,
+        store: Store,
+        run: PlannedRun,
+        fan_out: Any,
+        *,
+        first_part: bool = False,
+        sharing: int = 1,
+        replace: bool = False,
+        disjoint: bool = False,
     ) -> None:
         self._store, self._run, self._first_part = store, run, first_part
+        self._sharing, self._disjoint = sharing, disjoint
         columns: dict[EdgeType, Columns] = {}
         for edge_type in store.edge_types:
             indptr, indices = whole_indptr(store, edge_type), whole_edges(store, "indices", edge_type)
             columns[edge_type] = Columns(indptr.numpy(), indices.numpy(), num_sources=store.num_nodes_of(edge_type[0]))
         counts = {node_type: store.num_nodes_of(node_type) for node_type in store.node_types}
-        by_type = SamplingOptions(num_neighbors=fan_out).fan_out(store.edge_types)
-        self._sampler = HeteroNeighborSampler(columns, counts, by_type, replace=replace)
+        self.fan_out = SamplingOptions(num_neighbors=fan_out).fan_out(store.edge_types)
+        self._sampler = HeteroNeighborSampler(columns, counts, self.fan_out, replace=replace, disjoint=disjoint)
         self.row_bytes = {name: row_bytes(store, name) for name in store.node_types}
 
     def samples(self, seeds: int, count: int) -> list[HeteroSample]:
@@ -124,33 +148,73 @@ class BatchDrawing:
             f"{len(samples)} drawn batches",
         )
 
+    def seeds(self) -> dict[str, Array]:
+        """Return the distinct nodes around which batches of an epoch are drawn, by type, but ends of negative edges."""
+        if self._run.workload.task != "link":
+            return {self._target: self._train().numpy()}
+        store, edge_type = self._store, target_edge_type(self._store)
+        indptr = self._target_columns(edge_type)
+        source = whole_edges(store, "indices", edge_type)[: int(indptr[-1])]
+        ends = [(edge_type[0], source.to(torch.int64)), (edge_type[2], indptr.diff().nonzero().flatten())]
+        return _distinct(ends)
+
+    @property
+    def _target(self) -> str:
+        return str(self._store.facts.get("target") or NODE_TYPE)
+
+    def _train(self) -> Tensor:
+        """Return the training nodes."""
+        store, target = self._store, self._target
+        masks = [store.node("train_mask", part, target) for part in range(store.num_parts)]
+        return (masks[0] if self._first_part else torch.cat([mask.clone() for mask in masks])).nonzero().flatten()
+
+    def _target_columns(self, edge_type: EdgeType) -> Tensor:
+        """Return the columns of the edges to predict, of part 0 or of all parts."""
+        store, second = self._store, edge_type[2]
+        targets = int(store.offsets_of(second)[1]) if self._first_part else store.num_nodes_of(second)
+        return whole_indptr(store, edge_type)[: targets + 1]
+
+    def _share(self, seeds: Tensor, ends: Tensor, node_type: str) -> Tensor:
+        """Return the first rank's share of a step's seeds, each of which the owner of its end owns."""
+        if self._sharing == 1:
+            return seeds
+        owner = torch.searchsorted(self._store.offsets_of(node_type), ends, right=True)
+        return seeds[owner.argsort(stable=True)].tensor_split(self._sharing)[0]
+
     def _nodes(self, seeds: int) -> Iterator[dict[str, Array]]:
         """Yield the seeds of successive steps: an epoch's order in pieces."""
-        store, target = self._store, self._store.facts.get("target") or NODE_TYPE
-        masks = [store.node("train_mask", part, target) for part in range(store.num_parts)]
-        train = (masks[0] if self._first_part else torch.cat([mask.clone() for mask in masks])).nonzero().flatten()
+        train, target, step = self._train(), self._target, seeds * self._sharing
         generator = torch.Generator().manual_seed(0)
         while True:
             order = train[torch.randperm(len(train), generator=generator)]
-            yield from ({target: piece.numpy()} for piece in order.split(seeds) if len(piece) == min(seeds, len(train)))
+            for piece in order.split(step):
+                if len(piece) == min(step, len(train)):
+                    yield {target: self._share(piece, piece, target).numpy()}
 
     def _edges(self, seeds: int) -> Iterator[dict[str, Array]]:
-        """Yield the distinct ends of edges and of their negative edges, whose targets are any nodes of their type."""
+        """Yield the ends of edges and of their negative edges, whose targets are any nodes of their type.
+
+        They are distinct, unless neighbourhoods are disjoint.
+        """
         store, negatives, edge_type = self._store, layers.negatives_of(self._run), target_edge_type(self._store)
         first, _, second = edge_type
-        indptr, indices = whole_indptr(store, edge_type), whole_edges(store, "indices", edge_type)
-        targets = store.num_nodes_of(second)
-        indptr = indptr[: (int(store.offsets_of(second)[1]) if self._first_part else targets) + 1]
-        num_edges, rng = int(indptr[-1]), np.random.default_rng(0)
+        indptr, indices = self._target_columns(edge_type), whole_edges(store, "indices", edge_type)
+        targets, num_edges, rng = store.num_nodes_of(second), int(indptr[-1]), np.random.default_rng(0)
         while True:
             # Without replacement it takes memory for what it draws alone.
-            edges = torch.from_numpy(rng.choice(num_edges, min(seeds, num_edges), replace=False, shuffle=False))
+            chosen = rng.choice(num_edges, min(seeds * self._sharing, num_edges), replace=False, shuffle=False)
+            edges = torch.from_numpy(chosen)
+            edges = self._share(edges, torch.searchsorted(indptr, edges, right=True) - 1, second)
             target = torch.searchsorted(indptr, edges, right=True) - 1
             other = torch.from_numpy(rng.integers(targets, size=len(edges) * negatives))
             ends = [(first, indices[edges].to(torch.int64)), (second, target), (second, other)]
-            yield {
-                name: torch.cat([ids for end, ids in ends if end == name]).unique().numpy() for name in {first, second}
-            }
+            yield _distinct(ends, merged=not self._disjoint)
+
+
+def _distinct(ends: Sequence[tuple[str, Tensor]], *, merged: bool = True) -> dict[str, Array]:
+    """Return nodes by type, each of them once if ``merged``."""
+    by_type = {name: torch.cat([ids for end, ids in ends if end == name]) for name, _ in ends}
+    return {name: (ids.unique() if merged else ids).numpy() for name, ids in by_type.items()}
 
 
 def row_bytes(store: Store, node_type: str, *, halves: bool = False) -> float:
@@ -168,18 +232,23 @@ def _bytes(spec: TensorSpec, halves: bool) -> float:
     return float(np.prod(spec.shape[1:], dtype=np.int64)) * (item / 2 if half else item)
 
 
-def expected_batch(run: PlannedRun, seeds: float, fan_out: Sequence[int], *, replace: bool = False) -> MeanBatch:
+def expected_batch(
+    run: PlannedRun, seeds: float, fan_out: Sequence[int], *, replace: bool = False, disjoint: bool = False
+) -> MeanBatch:
     """Return the batch in which each edge leads to a node at random; arguments as for :class:`BatchDrawing`."""
     work = run.workload
     if work.task == "link":
         ends = seeds * (2 + layers.negatives_of(run))
-        seeds = -work.num_nodes * expm1(-ends / work.num_nodes)
-    degree, frontier = work.num_edges / work.num_nodes, seeds
-    nodes, edges = [seeds], []
+        seeds = ends if disjoint else -work.num_nodes * expm1(-ends / work.num_nodes)
+    # Disjoint neighbourhoods share no nodes: a batch is as many of them as it has seeds.
+    times, frontier = (seeds, 1.0) if disjoint else (1.0, seeds)
+    degree = work.num_edges / work.num_nodes
+    nodes, edges = [frontier], []
     for count in fan_out:
         drawn = frontier * (degree if count < 0 else count if replace else min(count, degree))
         edges.append(drawn)
         frontier = -(work.num_nodes - nodes[-1]) * expm1(-drawn / work.num_nodes)
         nodes.append(nodes[-1] + frontier)
+    nodes, edges = [times * count for count in nodes], [times * count for count in edges]
     row = IDS_BYTES + work.feature_bytes
     return MeanBatch({NODE_TYPE: nodes}, edges, nodes[-1] * row, "those of random edges")

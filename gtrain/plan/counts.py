@@ -6,9 +6,10 @@ A graph with several node types has such numbers for each of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,34 @@ from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import EdgeType, edge_key
 
 EDGES_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True)
+class EvenMatrix(Sequence[Sequence[float]]):
+    """A matrix of P x P equal numbers with zeros on its diagonal, which takes no memory for them.
+
+    Attributes:
+        size: P.
+        value: the number beside the diagonal.
+    """
+
+    size: int
+    value: float
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, row: Any) -> Any:
+        if not 0 <= row < self.size:
+            raise IndexError(row)
+        numbers = [self.value] * self.size
+        numbers[row] = 0.0
+        return numbers
+
+    @property
+    def sums(self) -> list[float]:
+        """The sum of each row, and of each column."""
+        return [self.value * (self.size - 1)] * self.size
 
 
 @dataclass(frozen=True)
@@ -38,8 +67,8 @@ class Parts:
     nodes: list[float]
     edges: list[float]
     seeds: list[float]
-    reads: list[list[float]]
-    targets: list[list[float]]
+    reads: Sequence[Sequence[float]]
+    targets: Sequence[Sequence[float]]
     cut: float
     origin: str
     exact: bool
@@ -50,16 +79,20 @@ class Parts:
     @cached_property
     def halo(self) -> list[float]:
         """Distinct remote nodes that a part's edges read."""
-        return [sum(row) for row in self.reads]
+        return self.reads.sums if isinstance(self.reads, EvenMatrix) else [sum(row) for row in self.reads]
 
     @cached_property
     def served(self) -> list[float]:
         """Rows that a part sends to its readers for one exchange."""
+        if isinstance(self.reads, EvenMatrix):
+            return self.reads.sums
         return [sum(row[p] for row in self.reads) for p in range(len(self))]
 
     @cached_property
-    def remote_targets(self) -> list[list[float]]:
+    def remote_targets(self) -> Sequence[Sequence[float]]:
         """``targets`` without the own part, whose entry is 0."""
+        if isinstance(self.targets, EvenMatrix):
+            return self.targets
         return [[0 if p == q else count for q, count in enumerate(row)] for p, row in enumerate(self.targets)]
 
 
@@ -128,7 +161,7 @@ def count_parts_by_type(store: Store) -> dict[str, Parts]:
     return counted
 
 
-def count_sources(store: Store, edge_type: EdgeType) -> list[list[float]]:
+def count_sources(store: Store, edge_type: EdgeType) -> Sequence[Sequence[float]]:
     """Count the distinct sources of a part's edges of one type, by owner: :attr:`Parts.reads` of that type alone."""
     offsets = store.offsets_of(edge_type[0])
     return [_reads(part, [store.edge("indices", part, edge_type)], offsets) for part in range(store.num_parts)]
@@ -186,10 +219,7 @@ def assume_parts(num_nodes: float, num_edges: float, seeds: float, num_parts: in
     halo = remote * (1 - math.exp(-cut / remote)) if remote else 0.0
     others = max(num_parts - 1, 1)
     by_owner = nodes * (1 - math.exp(-cut / others / nodes))
-    reads, targets = (
-        [[0.0 if p == q else value for q in range(num_parts)] for p in range(num_parts)]
-        for value in (halo / others, by_owner)
-    )
+    reads, targets = (EvenMatrix(num_parts, value) for value in (halo / others, by_owner))
     assumed = f"assumed: even parts, {cut_share:.0%} of the edges cut, their sources at random"
     origin = assumed if num_parts > 1 else "given by counts"
     return Parts(

@@ -7,8 +7,9 @@ what is alive at its peak.
 from __future__ import annotations
 
 from gtrain.model.candidate_ranks import TILE
+from gtrain.model.kinds import SPARSE
 from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, MEMORY, OVERHEAD, Estimate, NotEstimated, PlannedRun
-from gtrain.plan.workload import ATTENTION, IDS, OTHER, RELATIONAL, Layer
+from gtrain.plan.workload import ATTENTION, IDS, OTHER, RELATIONAL, Layer, Workload
 
 ELEMENT_PASSES = 30
 """Reads and writes of a hidden layer's result by activation, dropout, bias and their backward passes."""
@@ -36,7 +37,7 @@ def add_time(estimate: Estimate, run: PlannedRun, nodes: float, edges: float, se
         times: steps in an epoch.
     """
     work = run.workload
-    if not work.layers and not work.dense:
+    if not work.layers and not work.dense and not work.tables:
         raise NotEstimated("the model's layers are not known before its data are read")
     for number, layer in enumerate(work.layers, start=1):
         add_layer_time(estimate, run, number, layer, nodes, edges, edges, times)
@@ -45,11 +46,17 @@ def add_time(estimate: Estimate, run: PlannedRun, nodes: float, edges: float, se
             results=NEW_RESULTS, nodes=nodes, width=layer.outputs, item=work.item, steps=times, fresh=run.fresh,
         )  # fmt: skip
     if work.dense:
-        estimate.add(
-            ARITHMETIC, "other matrices", "6 * rows * weights * steps / flops",
-            rows=nodes if work.layers else seeds, weights=work.dense, steps=times, flops=run.flops,
-        )  # fmt: skip
+        # Sparse rows are chosen before they are multiplied; other models compute all nodes.
+        add_dense_time(estimate, run, seeds if work.kind == SPARSE else nodes, times)
     add_step_time(estimate, run, times)
+
+
+def add_dense_time(estimate: Estimate, run: PlannedRun, rows: float, times: float) -> None:
+    """Add the time of the other matrices than those of convolutions, for a number of rows in each step."""
+    estimate.add(
+        ARITHMETIC, "other matrices", "6 * rows * weights * steps / flops",
+        rows=rows, weights=run.workload.dense, steps=times, flops=run.flops,
+    )  # fmt: skip
 
 
 def add_layer_time(
@@ -225,6 +232,24 @@ def add_layer_memory(
             MEMORY, f"result of layer {number}, and after dropout", "copies * nodes * outputs * item",
             copies=2 if work.dropout else 1, nodes=nodes, outputs=layer.outputs, item=work.item,
         )  # fmt: skip
+
+
+def hidden_columns(work: Workload) -> dict[str, float]:
+    """Return, for formulas of models without convolutions, the columns of hidden layers and their copies at the peak.
+
+    Dropout keeps its result, and a mask, beside the result of the activation, whose gradient comes after its own.
+    """
+    widths = [*(table.dim for table in work.tables), *work.dense_widths][:-1]
+    copies, peak = (2.25, 1) if work.dropout else (1, 2)
+    return {"copies": copies, "width": sum(widths), "peak": peak, "widest": max(widths, default=0)}
+
+
+def add_hidden_memory(estimate: Estimate, run: PlannedRun, rows: float) -> None:
+    """Add what the hidden layers of a model without convolutions keep of a step's rows, and their gradients."""
+    estimate.add(
+        MEMORY, "hidden layers, and gradients at the peak", "rows * (copies * width + peak * widest) * item",
+        rows=rows, item=run.workload.item, **hidden_columns(run.workload),
+    )  # fmt: skip
 
 
 def add_parameters(estimate: Estimate, run: PlannedRun) -> None:

@@ -275,32 +275,43 @@ def planned_run(name: str, settings: dict[str, Any], workload: Workload, machine
 def least_machines(row: Row) -> Row:
     """Return the row and the smallest number of machines on which it fits: one that is simulated counts as one."""
     assert row.run is not None
-    planner, fixed = backends.get(row.strategy).load_planner(), backends.get(row.strategy).serves.limits
-    assert planner is not None
-
-    def fits(machines: int) -> Row | None:
-        assert row.run is not None
-        settings = copy.deepcopy(dict(row.run.config))
-        settings["trainer"]["num_nodes"] = machines
-        run = PlannedRun(settings, row.run.workload, row.run.machine, machines, row.run.servers)
-        try:
-            candidate = Row(row.strategy, row.variant, run, planner.estimate(run), machines=machines)
-        except NotEstimated:
-            return None
-        return candidate if candidate.fits else None
-
+    fixed = backends.get(row.strategy).serves.limits
     limit = 1 if "trainer.num_nodes" in fixed else MOST_MACHINES
-    low, high, smallest = 0, 1, fits(1)
-    while smallest is None and high < limit:
+    low, high = 0, 1
+    before, tried = None, _on_machines(row, 1)
+    while (tried is None or not tried.fits) and high < limit and not _cannot_fit(before, tried):
         low, high = high, 2 * high
-        smallest = fits(high)
-    if smallest is None:
+        before, tried = tried, _on_machines(row, high)
+    if tried is None or not tried.fits:
         return row
     while high - low > 1:
         middle = (low + high) // 2
-        better = fits(middle)
-        low, high, smallest = (low, middle, better) if better is not None else (middle, high, smallest)
-    return replace(row, machines=smallest.machines)
+        better = _on_machines(row, middle)
+        low, high = (low, middle) if better is not None and better.fits else (middle, high)
+    return replace(row, machines=high)
+
+
+def _on_machines(row: Row, machines: int) -> Row | None:
+    """Return the row on another number of machines; None if that is refused, or has no estimate."""
+    assert row.run is not None
+    settings = copy.deepcopy(dict(row.run.config))
+    settings["trainer"]["num_nodes"] = machines
+    try:
+        run = planned_run(row.strategy, settings, row.run.workload, row.run.machine)
+        run = replace(run, num_machines=machines)
+        return Row(row.strategy, row.variant, run, backends.get(row.strategy).load_planner().estimate(run))
+    except (ConfigError, NotEstimated):
+        return None
+
+
+def _cannot_fit(fewer: Row | None, more: Row | None) -> bool:
+    """Whether what a machine keeps of its memory when there are more machines is too much for it already."""
+    if fewer is None or more is None or more.run is None or fewer.estimate is None or more.estimate is None:
+        return False
+    known = {(term.quantity, term.name): term.value for term in fewer.estimate.terms}
+    fixed = [term for term in more.estimate.terms if known.get((term.quantity, term.name)) == term.value]
+    kept = replace(more, estimate=Estimate(terms=fixed))
+    return not kept.fits
 
 
 def _ranks(settings: Mapping[str, Any]) -> int:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from math import ceil, expm1
 from typing import Any
 
+from gtrain.plan import layers
 from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, MEMORY, OVERHEAD, Estimate, NotEstimated, PlannedRun
-from gtrain.plan.workload import WideTable
+from gtrain.plan.workload import WideTable, Workload
 
 SPARSE, EMBEDDING = "sparse", "embedding"
 ENTRY_PASSES = 8
 """Reads and writes of an entry's id while rows are chosen, sorted and grouped."""
+SORTED_BYTES = 40
+"""Bytes of an entry that is sorted by id for the gradient of a table, beside its id and its value: measured."""
 
 
 _SOFTMAX_PASSES, _TABLE_PASSES = 6, 16  # over scores, and over a table, in a step by query
@@ -25,6 +28,11 @@ def steps_of(run: PlannedRun) -> int:
 def distinct(entries: float, rows: float) -> float:
     """Return the expected number of distinct ids among entries that are drawn evenly from the rows of a table."""
     return -rows * expm1(-entries / rows) if rows else 0.0
+
+
+def largest(work: Workload) -> WideTable:
+    """Return the table with most rows; of several entity types, the one with most candidates for an edge."""
+    return max(work.tables, key=lambda table: table.rows)
 
 
 def add_table_memory(estimate: Estimate, run: PlannedRun, quantity: str, table: WideTable, share: float = 1) -> None:
@@ -68,13 +76,25 @@ def add_entries(estimate: Estimate, run: PlannedRun, seeds: float) -> None:
     )  # fmt: skip
 
 
+def add_step_memory(estimate: Estimate, run: PlannedRun, rows: float) -> None:
+    """Add the memory of a step over sparse rows: of its layers, or of sorting the entries when these are done."""
+    work = run.workload
+    estimate.add(
+        MEMORY, "chosen entries of a step, layers and gradients, or sorted entries",
+        "rows * (entries * (4 + item)"
+        " + max((copies * width + peak * widest) * item, entries * sorted + widest * item))",
+        rows=rows, entries=work.entries or work.num_features, item=work.item, sorted=SORTED_BYTES,
+        **layers.hidden_columns(work),
+    )  # fmt: skip
+
+
 def negatives(config: dict[str, Any], entities: float) -> tuple[float, float]:
     """Return the candidates that each end of an edge is compared with, and the rows that an edge's chunk draws."""
     model = config["model"]
     if model["all_negs"]:
         return entities, 0.0
     batch, uniform = model["num_batch_negs"], model["num_uniform_negs"]
-    return batch + uniform, uniform / max(batch, 1)
+    return batch + uniform, uniform / max(batch or uniform, 1)
 
 
 def add_edge_scores(estimate: Estimate, run: PlannedRun, edges: float, *, flops: float, fused: bool) -> None:
@@ -90,7 +110,7 @@ def add_edge_scores(estimate: Estimate, run: PlannedRun, edges: float, *, flops:
     work = run.workload
     if work.kind != EMBEDDING or not work.tables:
         raise NotEstimated("no formula covers this model")
-    table, model = work.tables[0], run.config["model"]
+    table, model = largest(work), run.config["model"]
     candidates, drawn = negatives(dict(run.config), table.rows)
     sides = int(model["head_negs"]) + int(model["tail_negs"])
     estimate.add(
@@ -114,7 +134,8 @@ def add_query_scores(estimate: Estimate, run: PlannedRun) -> None:
     work = run.workload
     if work.kind != EMBEDDING or not work.tables:
         raise NotEstimated("no formula covers this model")
-    table, steps = work.tables[0], 2 * steps_of(run)
+    table, steps = largest(work), 2 * steps_of(run)
+    numbers = sum(each.rows * each.dim for each in work.tables)
     queries = 2 * work.num_seeds if work.num_queries is None else work.num_queries
     estimate.add(
         ARITHMETIC, "scores of queries and their gradients", "6 * queries * rows * dim / flops",
@@ -125,16 +146,16 @@ def add_query_scores(estimate: Estimate, run: PlannedRun) -> None:
         passes=_SOFTMAX_PASSES, queries=queries, rows=table.rows, item=work.item, stream=run.stream,
     )  # fmt: skip
     estimate.add(
-        BANDWIDTH, "the table, its gradient and its update", "passes * steps * rows * dim * item / stream",
-        passes=_TABLE_PASSES, steps=steps, rows=table.rows, dim=table.dim, item=work.item, stream=run.stream,
+        BANDWIDTH, "tables, their gradients and updates", "passes * steps * numbers * item / stream",
+        passes=_TABLE_PASSES, steps=steps, numbers=numbers, item=work.item, stream=run.stream,
     )  # fmt: skip
     estimate.add(
         BANDWIDTH, "rows of ends", "passes * edges * dim * item / gather",
         passes=24, edges=2 * work.num_seeds, dim=table.dim, item=work.item, gather=run.gather,
     )  # fmt: skip
     estimate.add(
-        MEMORY, "scores, rows and gradients of a step", "(4 * queries / steps * rows + 5 * rows * dim) * item",
-        queries=queries, steps=steps, rows=table.rows, dim=table.dim, item=work.item,
+        MEMORY, "scores, rows and gradients of a step", "(4 * queries / steps * rows + 5 * numbers) * item",
+        queries=queries, steps=steps, rows=table.rows, numbers=numbers, item=work.item,
     )  # fmt: skip
     add_starts(estimate, run, steps)
 
@@ -142,11 +163,12 @@ def add_query_scores(estimate: Estimate, run: PlannedRun) -> None:
 def add_batch_scores(estimate: Estimate, run: PlannedRun, edges: float) -> None:
     """Add the memory of a batch of edges: scores, their gradients, and rows."""
     work, model = run.workload, run.config["model"]
-    candidates, _ = negatives(dict(run.config), work.tables[0].rows)
+    table = largest(work)
+    candidates, _ = negatives(dict(run.config), table.rows)
     sides = int(model["head_negs"]) + int(model["tail_negs"])
     estimate.add(
         MEMORY, "scores and rows of a batch", "4 * edges * (sides * candidates + 4 * dim) * item",
-        edges=edges, sides=sides, candidates=candidates, dim=work.tables[0].dim, item=work.item,
+        edges=edges, sides=sides, candidates=candidates, dim=table.dim, item=work.item,
     )  # fmt: skip
 
 

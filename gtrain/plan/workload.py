@@ -14,6 +14,7 @@ from torch_geometric.nn.conv import GATConv, GCNConv, GraphConv, MessagePassing,
 from gtrain.data.batches.loader import target_edge_type
 from gtrain.data.module import GraphDataModule
 from gtrain.graph.store import Store
+from gtrain.graph.store.manifest import NODE_TYPE
 from gtrain.nn import Table, tables
 from gtrain.nn.relational import IdRGCNConv
 from gtrain.plan.counts import (
@@ -158,6 +159,7 @@ class Workload:
         layers: its message-passing layers, in order; none of a network over several types.
         typed: the layers of a network over several types, in order.
         dense: numbers in the matrices of its other layers, which each node (or seed) is multiplied by.
+        dense_widths: columns of their results, in order.
         parameters: numbers in all parameters but those of tables.
         states: numbers that the optimizer keeps for each parameter.
         table_states: the same of the optimizer of tables.
@@ -186,6 +188,7 @@ class Workload:
     layers: tuple[Layer, ...] = ()
     typed: tuple[TypedLayer, ...] = ()
     dense: int = 0
+    dense_widths: tuple[int, ...] = ()
     parameters: int = 0
     states: int = 2
     table_states: int = 2
@@ -249,8 +252,14 @@ class Workload:
 
     @property
     def feature_bytes(self) -> float:
-        """Bytes of a node's features; entries that are not 0 have a column number."""
-        return self.num_features * self.item if self.entries is None else self.entries * (self.item + 4)
+        """Bytes of a node's stored features, of 4 bytes at least; entries that are not 0 have a column number."""
+        item = max(self.item, 4)
+        return self.num_features * item if self.entries is None else self.entries * (item + 4)
+
+
+def number_bytes(precision: str) -> int:
+    """Return the bytes of a parameter with a ``trainer.precision``."""
+    return {"64": 8, "64-true": 8, "bf16-true": 2}.get(precision, 4)
 
 
 def describe(
@@ -279,6 +288,8 @@ def describe(
     named_tables = tuple(tables(model)) if model is not None else ()
     wide = {id(p) for _, table in named_tables for p in table.parameters()}
     plain = [p for p in model.parameters() if id(p) not in wide] if model is not None else []
+    matrices = [p for p in plain if p.dim() >= 2 and id(p) not in inner]
+    rows = _rows_by_type(nodes, facts)
     return Workload(
         num_nodes=num_nodes,
         num_edges=num_edges,
@@ -294,15 +305,16 @@ def describe(
         kind=kind,
         layers=sketched,
         typed=typed_layers(model) if model is not None and heterogeneous else (),
-        dense=sum(p.numel() for p in plain if p.dim() >= 2 and id(p) not in inner),
+        dense=sum(p.numel() for p in matrices),
+        dense_widths=tuple(p.size(0) for p in matrices),
         parameters=sum(p.numel() for p in plain if not isinstance(p, nn.UninitializedParameter)),
         states=_states(config["model"].get("optimizer")),
         table_states=table_states(config),
         row_states=row_states(config),
-        tables=tuple(_table(table, nodes, width) for _, table in named_tables),
+        tables=tuple(_table(table, rows, width) for _, table in named_tables),
         dropout=float(config["model"].get("dropout") or 0) > 0,
         heterogeneous=heterogeneous,
-        item=8 if precision.startswith("64") else 4,
+        item=number_bytes(precision),
         store=store,
         cut_share=cut,
     )
@@ -382,19 +394,26 @@ def _of_tables(config: Mapping[str, Any]) -> Any:
 
 def _states(optimizer: Any) -> int:
     """Return the numbers that an optimizer keeps for each parameter."""
-    return {"SGD": 0, "Adagrad": 1, "RowwiseAdagrad": 0}.get(_name(optimizer), 2)
+    more = sum(bool((optimizer or {}).get(setting)) for setting in ("momentum", "centered", "amsgrad"))
+    return {"SGD": 0, "ASGD": 1, "RMSprop": 1, "Adagrad": 1, "RowwiseAdagrad": 0}.get(_name(optimizer), 2) + more
 
 
 def _name(optimizer: Any) -> str:
     return str((optimizer or {}).get("_target_")).rpartition(".")[2]
 
 
-def _table(table: Table, nodes: float | Mapping[str, float], num_features: int) -> WideTable:
-    """Describe a table; a sketch of a large graph has fewer rows than the graph."""
+def _rows_by_type(nodes: float | Mapping[str, float], facts: Mapping[str, Any]) -> dict[str, float]:
+    """Return the rows of tables by node or entity type; a sketch of a large graph has fewer."""
+    of_nodes = dict(nodes) if isinstance(nodes, Mapping) else {NODE_TYPE: nodes}
+    counted = {name: count for name, count in (facts.get("entity_types") or {}).items() if count is not None}
+    return of_nodes | counted | dict(facts.get("features") or {})
+
+
+def _table(table: Table, rows: Mapping[str, float], num_features: int) -> WideTable:
+    """Describe a table, given the rows of those by node or entity type."""
     spec, by_node = table.table, table.table.ids != "feature"
-    of_type = nodes.get(spec.name) if isinstance(nodes, Mapping) else nodes if spec.name == "node" else None
-    rows = max(spec.rows, 0 if by_node else num_features) if of_type is None or not by_node else of_type
-    return WideTable(spec.name, rows, spec.dim, by_node)
+    count = rows.get(spec.name, spec.rows) if by_node else max(spec.rows, num_features)
+    return WideTable(spec.name, count, spec.dim, by_node)
 
 
 def _entries(store: Store | None, facts: Mapping[str, Any]) -> float | None:

@@ -10,7 +10,7 @@ import torch
 from gtrain.errors import GtrainError
 from gtrain.graph.store import Store
 from gtrain.nn import deferred, tables
-from gtrain.plan.workload import row_states, table_states
+from gtrain.plan.workload import number_bytes, row_states, table_states
 from gtrain.run import build
 from gtrain.run.sketch import has_plain_constructor
 from gtrain.units import size
@@ -44,7 +44,7 @@ def table_sizes(config: Mapping[str, Any], store: Store) -> str | None:
     names = [f"{spec.name} {spec.rows:,} x {spec.dim}" for spec in largest[:_NAMED]]
     if len(specs) > _NAMED:
         names.append(f"{len(specs) - _NAMED} more")
-    item = 8 if str(config["trainer"]["precision"]).startswith("64") else 4
+    item = number_bytes(str(config["trainer"]["precision"]))
     rows = sum(spec.rows * spec.dim for spec in specs) * item
     text = f"{'table' if len(specs) == 1 else 'tables'} {', '.join(names)}: {size(rows)}"
     if config["verb"] != "train":

@@ -25,6 +25,8 @@ MAX_DEPTH = 32
 FRONT_BYTES = 64 << 10
 """Bytes of the largest header that are reserved for the entries before the body: names, numbers, acknowledgements."""
 EMPTY_BODY = bytes(msgpack.packb({}) + msgpack.packb([]))
+_LEVELS_OF_FIELDS = MAX_DEPTH - 2
+"""Levels of nested fields, the dictionary of all fields included: the header is a level, and what holds it another."""
 _LENGTH = 11
 _LIST_OF_11 = bytes([0x90 | _LENGTH])
 _INT_END = 1 << 63
@@ -172,9 +174,11 @@ def pack_body(method: str, fields: Mapping[str, Any], specs: Sequence[TensorSpec
         limits: of this side.
 
     Raises:
-        FrameError: a field has a type that cannot be sent, or the body is too large.
+        FrameError: a field has a type that cannot be sent, a key is not a string, the fields are nested too deeply, or
+            the body is too large.
     """
     try:
+        _check_sendable(fields, _LEVELS_OF_FIELDS)
         body: bytes = msgpack.packb(fields) + msgpack.packb(specs)
     except (TypeError, ValueError, OverflowError, RecursionError) as err:
         raise FrameError(
@@ -188,6 +192,21 @@ def pack_body(method: str, fields: Mapping[str, Any], specs: Sequence[TensorSpec
             hint="send arrays as tensors, or raise max_header_bytes in the Limits of both sides",
         )
     return body
+
+
+def _check_sendable(value: Any, levels: int) -> None:
+    """Refuse here what the receiver would refuse, whose answer cannot say which call it was: keys and depth."""
+    if not isinstance(value, Mapping | list | tuple):
+        return
+    if not levels:
+        raise ValueError(f"they are nested deeper than {_LEVELS_OF_FIELDS} levels")
+    if isinstance(value, Mapping):
+        for key in value:
+            if type(key) is not str:
+                raise TypeError(f"the key {key!r} is not a string")
+        value = value.values()
+    for item in value:
+        _check_sendable(item, levels - 1)
 
 
 def pack_header(header: Header, body: bytes = EMPTY_BODY) -> bytes:

@@ -16,6 +16,7 @@ from gtrain.plan.estimate import (
     PlannedRun,
     Planner,
 )
+from gtrain.plan.workload import WideTable
 
 _HIDDEN = 0.9  # of partitions read ahead and written behind: docs/benchmarks.md
 _SLOTS_OF_SEVERAL = 3
@@ -33,16 +34,15 @@ class PbgPlanner(Planner):
         if work.kind != wide.EMBEDDING or not work.tables:
             raise NotEstimated("the model's tables are not known before its data are read")
         machines, workers = int(run.config["trainer"]["num_nodes"]), int(run.config["trainer"]["devices"])
-        table, partitions = work.tables[0], int(settings["num_partitions"])
+        table, partitions = wide.largest(work), int(settings["num_partitions"])
         default = partitions if machines == 1 else _SLOTS_OF_SEVERAL
         slots = min(settings["buffer_partitions"] or default, partitions)
         estimate, edges = Estimate(hidden=_HIDDEN), work.num_seeds / run.ranks
         estimate.add(MEMORY, "imports", "imports", imports=run.machine.imports)
         estimate.add(MEMORY, "compiled kernels", "kernels", kernels=_KERNELS)
-        estimate.add(
-            MEMORY, "partitions in memory", "slots * rows / partitions * (dim + 1) * item",
-            slots=slots, rows=table.rows, partitions=partitions, dim=table.dim, item=work.item,
-        )  # fmt: skip
+        for each in work.tables:
+            share = slots / partitions if _is_partitioned(run, each) else 1.0
+            wide.add_table_memory(estimate, run, MEMORY, each, share)
         estimate.add(
             MEMORY, "edges of a bucket", "edges / partitions ** 2 * each",
             edges=work.num_edges, partitions=partitions, each=_EDGE_BYTES,
@@ -71,7 +71,6 @@ class PbgPlanner(Planner):
 
     def _swaps(self, estimate: Estimate, run: PlannedRun, partitions: int, slots: int, machines: int) -> None:
         """Add the partitions that a machine reads and writes in an epoch: about one for each bucket."""
-        work, table = run.workload, run.workload.tables[0]
         # Each pair of partitions meets; a bucket that shares a partition with the last one needs one other. Its
         # mirror needs none, and partitions that stay in further slots save their share.
         swaps = (
@@ -83,23 +82,26 @@ class PbgPlanner(Planner):
             * int(run.settings["num_edge_chunks"])
         )
         estimate.assumptions.append("a swap of partitions for each pair of them, as with bucket_order=affinity")
-        numbers = {
-            "swaps": swaps,
-            "rows": table.rows,
-            "partitions": partitions,
-            "dim": table.dim,
-            "item": work.item,
-        }
-        size = "swaps * rows / partitions * (dim + 1) * item"
+        partitioned = [table for table in run.workload.tables if _is_partitioned(run, table)]
         if machines == 1:
+            for table in partitioned:
+                # All partitions, and those being written.
+                wide.add_table_memory(estimate, run, DISK, table, 1 + 2 / partitions)
+            swapped = estimate.total(DISK) / (partitions + 2)
             estimate.add(
-                DISK, "partitions and those being written", "rows * (dim + 1) * item * (1 + 2 / partitions)",
-                rows=table.rows, dim=table.dim, item=work.item, partitions=partitions,
+                DISK_TIME, "partitions read and written", "2 * swaps * bytes / disk",
+                swaps=swaps, bytes=swapped, disk=run.machine.disk,
             )  # fmt: skip
-            estimate.add(
-                DISK_TIME, "partitions read and written", f"2 * {size} / disk", **numbers, disk=run.machine.disk
-            )
             return
-        estimate.add(SENT, "partitions", size, **numbers)
-        estimate.add(NETWORK, "partitions in both directions", f"2 * {size} / link", **numbers, link=run.link)
+        for table in partitioned:
+            wide.add_table_memory(estimate, run, SENT, table, swaps / partitions)
+        estimate.add(
+            NETWORK, "partitions in both directions", "2 * sent / link", sent=estimate.total(SENT), link=run.link
+        )
         estimate.add(SERVER_MEMORY, "imports", "imports", imports=run.machine.imports)
+
+
+def _is_partitioned(run: PlannedRun, table: WideTable) -> bool:
+    """Whether a table has the store's partitions; otherwise all of it stays in memory."""
+    facts = {} if run.workload.store is None else run.workload.store.facts
+    return table.name not in (facts.get("unpartitioned") or ()) and table.name not in (facts.get("features") or ())

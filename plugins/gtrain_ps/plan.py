@@ -17,12 +17,13 @@ from gtrain.plan.estimate import (
     Planner,
 )
 from gtrain.plan.workload import WideTable
-from gtrain_ps.costs import Load
+from gtrain_ps.costs import Load, Plan
 from gtrain_ps.plan_products import (
     BUFFERS,
     Wire,
     add_product_bytes,
     add_pulled_bytes,
+    add_server_rows,
     add_server_steps,
     chosen_plan,
     graph_load,
@@ -31,6 +32,8 @@ from gtrain_ps.plan_products import (
 from gtrain_ps.plan_sampled import add_sampled
 
 _HIDDEN = 0.5  # workers send batches ahead while servers compute
+_IN_FLIGHT = 56  # bytes of an entry beside its id and value: sorted by server, sent, and kept for a repeat; measured
+_ROWS = 8  # copies of pulled rows: parts of the servers, all of them, gradients, and what the C library keeps; measured
 _GENERATORS = 1024  # bytes of the states of random numbers in a step
 _LOOPS, _CHANGES = 27_000, 3  # bytes of Lightning's state, which changes in so many steps of an epoch
 
@@ -103,6 +106,11 @@ class PsPlanner(Planner):
         for table in work.tables:
             if table.by_node:
                 add_pulled_bytes(estimate, table, table.rows, steps, wire)
+                estimate.add(
+                    MEMORY, f"rows of {table.name}, and their gradients", "copies * rows * dim * item",
+                    copies=_ROWS, rows=table.rows, dim=table.dim, item=work.item,
+                )  # fmt: skip
+                add_server_rows(estimate, run, Plan("pull", wire.servers, 1), table.rows, wire, table.dim)
         sparse = [table for table in work.tables if not table.by_node]
         if sparse:
             self._products(estimate, run, sparse[0], wire)
@@ -123,7 +131,25 @@ class PsPlanner(Planner):
         work, steps, table = run.workload, wide.steps_of(run), run.workload.tables[0]
         entries = seeds * (work.entries or work.num_features)
         load = Load(entries / steps, wide.distinct(entries / steps, table.rows), seeds / steps)
-        add_product_bytes(estimate, chosen_plan(run, table, load, wire), load, steps, wire, table.dim)
+        plan = chosen_plan(run, table, load, wire)
+        add_product_bytes(estimate, plan, load, steps, wire, table.dim)
+        estimate.add(
+            MEMORY, "entries of steps in flight", "steps * entries * (4 + item + each)",
+            steps=min(1 + run.settings["prefetch"], steps), entries=load.entries, item=work.item, each=_IN_FLIGHT,
+        )  # fmt: skip
+        layers.add_hidden_memory(estimate, run, load.rows)
+        estimate.add(SERVER_MEMORY, "kernels and buffers", "buffers", buffers=BUFFERS)
+        add_server_steps(estimate, run, plan, load, wire, table.dim)
+        if plan.protocol == "ship":
+            estimate.add(
+                SERVER_MEMORY, "sorted entries of a step", "entries / blocks * each",
+                entries=load.entries, blocks=plan.row_blocks, each=wide.SORTED_BYTES,
+            )  # fmt: skip
+        else:
+            estimate.add(
+                MEMORY, "rows of a step, and their gradients", "2 * distinct * dim * item",
+                distinct=load.unique, dim=table.dim, item=work.item,
+            )  # fmt: skip
         wide.add_entries(estimate, run, seeds)
         # Servers compute for all workers, on the cores that these leave idle.
         share = run.servers_per_machine / wire.servers * run.ranks / run.ranks_per_machine
@@ -132,15 +158,21 @@ class PsPlanner(Planner):
 
     def _embeddings(self, estimate: Estimate, run: PlannedRun, edges: float, number: int) -> None:
         """Add what edges of a knowledge graph cost, whose rows are pulled and whose gradients are pushed."""
-        steps, table = wide.steps_of(run), run.workload.tables[0]
-        _, drawn = wide.negatives(dict(run.config), table.rows)
+        work, steps = run.workload, wide.steps_of(run)
+        if work.kind != wide.EMBEDDING:
+            raise NotEstimated("no formula covers this model")
+        total = sum(table.rows for table in work.tables)
+        _, drawn = wide.negatives(dict(run.config), wide.largest(work).rows)
         sides = int(run.config["model"]["head_negs"]) + int(run.config["model"]["tail_negs"])
         reads = (2 + sides * drawn) * edges / steps
-        rows = table.rows if run.config["model"]["all_negs"] else wide.distinct(reads, table.rows)
-        estimate.add(
-            SENT, "ids and gradients of rows", "steps * distinct * (8 + number * dim)",
-            steps=steps, distinct=rows, number=number, dim=table.dim,
-        )  # fmt: skip
+        for table in work.tables:
+            # Types are assumed to be read as often as they have rows.
+            rows = wide.distinct(reads * table.rows / max(total, 1), table.rows)
+            estimate.add(
+                SENT, f"ids and gradients of rows of {table.name}", "steps * distinct * (8 + number * dim)",
+                steps=steps, distinct=table.rows if run.config["model"]["all_negs"] else rows, number=number,
+                dim=table.dim,
+            )  # fmt: skip
         wide.add_edge_scores(estimate, run, edges, flops=run.flops, fused=False)
         wide.add_batch_scores(estimate, run, edges / steps)
         wide.add_starts(estimate, run, steps)

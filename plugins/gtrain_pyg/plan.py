@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from gtrain.plan import batch_layers, layers, typed_layers, wide
 from gtrain.plan.batches import fan_out_of
 from gtrain.plan.estimate import MEMORY, NETWORK, SENT, Estimate, NotEstimated, PlannedRun, Planner
-from gtrain_pyg.plan_batches import RankBatch, mean_batch
+from gtrain.plan.workload import OTHER
+from gtrain_pyg.plan_batches import RankBatch, hosted_parts, mean_batch, requests_rows
 
 _HIDDEN = 0.8  # of the transfers, which are a batch ahead
 _EDGE_BYTES = 40  # of a sampled edge: ends and position, and their order by target and by source
@@ -25,7 +26,7 @@ class PygPlanner(Planner):
         work, data = run.workload, run.config["data"]
         _check_layers(run)
         seeds = min(data["batch_size"] or work.num_seeds, work.num_seeds)
-        steps = ceil(work.num_seeds / seeds)
+        steps = max(ceil(work.num_seeds / max(seeds, 1)), 1)
         batch = mean_batch(run, seeds / run.ranks, fan_out_of(run), steps)
         estimate = Estimate(hidden=_HIDDEN)
         if work.store is None:
@@ -61,6 +62,12 @@ class PygPlanner(Planner):
         estimate.add(
             MEMORY, "rows of a batch", "copies * bytes", copies=1 if run.ranks == 1 else 2, bytes=batch.row_bytes
         )
+        for name, held in (("cached rows", batch.cached_bytes), ("copied edges", batch.copied_bytes)):
+            if held:
+                estimate.add(
+                    MEMORY, f"{name} of others, once on a machine", "bytes / ranks",
+                    bytes=held, ranks=hosted_parts(run),
+                )  # fmt: skip
 
     def _add_bytes(self, estimate: Estimate, run: PlannedRun, batch: RankBatch, steps: int) -> None:
         work = run.workload
@@ -70,7 +77,7 @@ class PygPlanner(Planner):
             steps=steps, parameters=work.parameters, tables=sum(table.rows * table.dim for table in work.tables),
             item=work.item,
         )  # fmt: skip
-        if run.num_machines > 1 or run.settings["transport"] == "tcp":
+        if requests_rows(run):
             if run.settings["halo_hops"] != "all":
                 # A rank asks as many others as ask it.
                 estimate.add(
@@ -78,8 +85,8 @@ class PygPlanner(Planner):
                     steps=steps, expanded=batch.expanded,
                 )  # fmt: skip
                 estimate.add(
-                    SENT, "neighbours in replies", "steps * (remote_edges * 8 + counts * 4)",
-                    steps=steps, remote_edges=batch.remote_edges, counts=batch.counts,
+                    SENT, "neighbours in replies", "steps * (edges * 8 + counts * 4)",
+                    steps=steps, edges=batch.replied_edges, counts=batch.counts,
                 )  # fmt: skip
             estimate.add(
                 SENT, "rows in replies, and their ids", "steps * (bytes + remote * 4)",
@@ -102,3 +109,6 @@ def _check_layers(run: PlannedRun) -> None:
         typed_layers.check(run)
     elif not work.layers:
         raise NotEstimated("no formula covers models without message passing")
+    for layer in work.layers:
+        if layer.kind == OTHER:
+            raise NotEstimated(f"no formula covers {layer.name}")

@@ -31,6 +31,8 @@ from gtrain.engine.constants import Constants
 from gtrain.engine.edges import EdgeBlockCache
 from gtrain.engine.halo import HaloExchange, OwnedRows, concatenated_blocks, halo_rows
 from gtrain.engine.linear import LinearCall, aggregate
+from gtrain.engine.patching import MethodPatches, RunHook
+from gtrain.engine.precision import AutocastState
 from gtrain.engine.propagate_call import PropagateCall, linear_call, random_state, reduction, replayed_random
 from gtrain.engine.schedule import Schedule
 from gtrain.errors import ConfigError
@@ -38,7 +40,8 @@ from gtrain.graph.shard.graph import HeteroShard
 from gtrain.graph.store.manifest import EdgeType
 from gtrain.nn.dropout import current_position, resumed_at
 from gtrain.strategy.group import Group
-from gtrain_sar.patching import MethodPatches, Patcher
+from gtrain_sar.patching import Patcher
+from gtrain_sar.whole_halo import is_order_independent
 
 OVER_ALL_TYPES: tuple[type[nn.Module], ...] = (HGTConv,)
 """Convolutions that take dictionaries by type and pass messages once for all types."""
@@ -116,8 +119,8 @@ class Relations:
                 edge_type = self.by_name.get(name.rpartition(".")[2])
                 if edge_type is not None:
                     self._of_conv[layer] = self.by_type[edge_type]
-                undo.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
-                undo.append(layer.register_forward_hook(self._leave, always_call=True).remove)
+                undo.append(layer.register_forward_pre_hook(RunHook(self._enter), with_kwargs=True).remove)
+                undo.append(layer.register_forward_hook(RunHook(self._leave), always_call=True).remove)
         return undo
 
     def current(self) -> Relation:
@@ -133,6 +136,19 @@ class Relations:
             "that are not the batch's.",
             hint="call it with batch.edge_index_dict[...] unchanged, or keep it in a ModuleDict under "
             "source__relation__target.",
+        )
+
+    def of_type(self, edge_type: EdgeType) -> Relation:
+        """Return the relation of an edge type.
+
+        Raises:
+            ConfigError: the graph has no such edge type.
+        """
+        if edge_type in self.by_type:
+            return self.by_type[edge_type]
+        raise ConfigError(
+            f"strategy=sar does not know the edge type {edge_type}: the graph has {', '.join(map(str, self.by_type))}.",
+            hint="add edges that the model makes itself (reversed ones, perhaps) to the data, or set strategy=single.",
         )
 
     @contextmanager
@@ -286,8 +302,9 @@ class TypedLayer:
     """Runs the convolutions of a layer together, in the way that is exact for them.
 
     If every convolution sums or averages weighted source rows, their sums are one packed aggregation. Otherwise the
-    layer runs over local and halo rows (:class:`HaloRun`). A convolution that passes messages several times, or has a
-    batch norm, which would count halo rows, runs separately, with separate exchanges.
+    layer runs over local and halo rows (:class:`HaloRun`). A convolution runs separately, with separate exchanges, if
+    it passes messages several times, if it has a batch norm, which would count halo rows, or if its aggregation depends
+    on the order of edges.
 
     Args:
         context: shared by all layers.
@@ -317,7 +334,7 @@ class TypedLayer:
         results = self._linear(packed)
         if results is None:
             torch.set_rng_state(state)
-            packed = [call for call in packed if not _has_batch_norm(call.conv)]
+            packed = [call for call in packed if _runs_over_halo(call.conv)]
             results = HaloRun(packed, self._context).results() if packed else []
         by_call = {id(call): result for call, result in zip(packed, results, strict=True)}
         return [by_call[id(call)] if id(call) in by_call else self._separately(call) for call in calls]
@@ -338,13 +355,18 @@ class TypedLayer:
                 self._not_linear.add(key)
                 return None
             suspended.append(conv)
-        sums = self._aggregate([linear for linear, _ in suspended])
-        return [resume(out) for (_, resume), out in zip(suspended, sums, strict=True)]
+        sums = self._aggregate([linear for linear, _, _ in suspended], [edge_index for _, edge_index, _ in suspended])
+        return [resume(out) for (_, _, resume), out in zip(suspended, sums, strict=True)]
 
-    def _aggregate(self, calls: Sequence[LinearCall]) -> list[Tensor]:
-        """Return all sums. Those of constant inputs are cached, and computed together; the others share an exchange."""
+    def _aggregate(self, calls: Sequence[LinearCall], edges: Sequence[Tensor]) -> list[Tensor]:
+        """Return all sums. Those of constant inputs are cached, and computed together; the others share an exchange.
+
+        Args:
+            calls: the sums.
+            edges: the ``edge_index`` of each.
+        """
         constants = self._context.constants
-        cached = [i for i, call in enumerate(calls) if constants.caches(call.x, call.weight)]
+        cached = [i for i, call in enumerate(calls) if constants.caches(call.x, edges[i], call.weight)]
         rest = [i for i in range(len(calls)) if i not in cached]
         sums: dict[int, Tensor] = {}
 
@@ -358,7 +380,7 @@ class TypedLayer:
         for i in cached:
             call = calls[i]
             settings = ("linear of a relation", call.mean, id(call.blocks))
-            results[i] = constants.result((call.x, call.weight), settings, partial(compute, cached, i))
+            results[i] = constants.result((call.x, edges[i], call.weight), settings, partial(compute, cached, i))
         return [results[i] if i in results else compute(rest, i) for i in range(len(calls))]
 
 
@@ -372,12 +394,12 @@ class _PropagateReached(Exception):
 
 def suspend_at_propagate(
     call: LayerCall, context: LayerContext
-) -> tuple[LinearCall, Callable[[Tensor], Tensor]] | None:
+) -> tuple[LinearCall, Tensor, Callable[[Tensor], Tensor]] | None:
     """Run a convolution up to ``propagate``.
 
     Returns:
-        The aggregation that it reached, and the function that completes the call given the aggregate; None if the
-        aggregation is not linear.
+        The aggregation that it reached, its ``edge_index``, and the function that completes the call given the
+        aggregate; None if the aggregation is not linear.
     """
     conv, relation = call.conv, call.relation
     convs = [layer for layer in conv.modules() if isinstance(layer, MessagePassing)]
@@ -394,7 +416,9 @@ def suspend_at_propagate(
     linear = linear_call(PropagateCall(conv, relation.edges(reached.edge_index), reduce, reached.arguments))
     pairs = zip(before, random_state(device), strict=True)
     drew = any(a is not None and b is not None and not a.equal(b) for a, b in pairs)
-    return None if linear is None else (linear, partial(_resume, call, context, before if drew else None))
+    if linear is None:
+        return None
+    return linear, reached.edge_index, partial(_resume, call, context, before if drew else None)
 
 
 def _resume(call: LayerCall, context: LayerContext, random: Any, aggregated: Tensor) -> Tensor:
@@ -436,8 +460,11 @@ def _propagate_reached(call: LayerCall, context: LayerContext) -> _PropagateReac
     return None
 
 
-def _has_batch_norm(module: nn.Module) -> bool:
-    return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
+def _runs_over_halo(module: nn.Module) -> bool:
+    """Whether PyG's own methods are exact over local and halo rows, whatever the order of edges."""
+    layers = list(module.modules())
+    has_norm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers)
+    return not has_norm and all(is_order_independent(layer) for layer in layers if isinstance(layer, MessagePassing))
 
 
 class HaloRun:
@@ -522,6 +549,7 @@ class _Rematerialised(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: HaloRun, count: int, *tensors: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         ctx.run, ctx.count, ctx.random = run, count, random_state(tensors[0].device)
+        ctx.autocast = AutocastState(tensors[0].device.type)
         ctx.save_for_backward(*tensors)
         flat = run.compute_flat(concatenated_blocks(run.rows), run.others)
         # a view would keep the halo's rows alive
@@ -532,7 +560,8 @@ class _Rematerialised(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         run, count, needed = ctx.run, ctx.count, ctx.needs_input_grad[2:]
         inputs = list(ctx.saved_tensors)
-        with torch.enable_grad(), replayed_random(ctx.random):
+        # A backward pass is outside of autocast.
+        with torch.enable_grad(), replayed_random(ctx.random), ctx.autocast.restored():
             # The parameters behind them are leaves already.
             for i in range(count + len(run.others)):
                 inputs[i] = inputs[i].detach().requires_grad_(needed[i])
@@ -604,7 +633,7 @@ class TypedPatcher(Patcher):
         """Return the call that ``HeteroConv`` makes for an edge type; None if its arguments do not name the type."""
         if not any(edge_type in by_type for by_type in (*args, *kwargs.values())):
             return None
-        relation = self.relations.by_type[edge_type]
+        relation = self.relations.of_type(edge_type)
         positional = [value for by_type in args for value in self._argument(edge_type, by_type)]
         named = {
             name.removesuffix("_dict"): value
@@ -632,6 +661,9 @@ class TypedPatcher(Patcher):
         def replace(value: Any) -> Any:
             if not isinstance(value, dict):
                 return value
+            for key in value:
+                if isinstance(key, tuple):
+                    self.relations.of_type(key)
             return {
                 key: NodeArgument(self.exchanges[key], tensor, pair=False) if key in sources else tensor
                 for key, tensor in value.items()

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
+import torch_geometric
 from torch import Tensor, nn
 from torch_geometric.nn.conv import MessagePassing, RGCNConv
+from torch_geometric.nn.norm import BatchNorm
 
 from gtrain.engine.constants import Constants
 from gtrain.engine.edges import EdgeBlockCache, EdgeBlocks
@@ -17,9 +19,9 @@ from gtrain.engine.halo import HaloExchange
 from gtrain.engine.normalize import sharded_gcn_norm, synchronised_batch_norm
 from gtrain.engine.patching import MethodPatches, PatchedFunctions, RunHook
 from gtrain.engine.propagate import Propagation
-from gtrain.engine.relations import RelationalConv
+from gtrain.engine.relations import RelationalConv, are_known
 from gtrain.engine.schedule import Schedule
-from gtrain.errors import ConfigError
+from gtrain.errors import ConfigError, DataError
 from gtrain.nn import DglGraph
 from gtrain_sar.whole_halo import WholeHalo, as_pair
 
@@ -55,13 +57,19 @@ class Patcher:
 
     def install(self, module: nn.Module) -> None:
         """Shadow the methods of every convolution and batch norm in ``module``."""
+        single = [layer for layer in module.modules() if isinstance(layer, BatchNorm) and layer.allow_single_element]
+        inner = {layer.module for layer in single}
+        for layer in single:
+            # Its own forward decides by the rank's rows, and then takes part in no exchange.
+            self.patches.add(layer, "forward", partial(_inner_norm, layer))
         for layer in module.modules():
             if isinstance(layer, MessagePassing):
                 self._patch(layer)
             elif isinstance(layer, DglGraph):
                 self._patch_dgl_graph(layer)
-            elif isinstance(layer, nn.BatchNorm1d):
-                self.patches.add(layer, "forward", partial(synchronised_batch_norm, layer, self.exchange.group))
+            elif isinstance(layer, nn.BatchNorm1d) and type(layer).forward is nn.BatchNorm1d.forward:
+                norm = partial(synchronised_batch_norm, layer, self.exchange.group, allow_single=layer in inner)
+                self.patches.add(layer, "forward", norm)
         convs = [layer for layer in module.modules() if isinstance(layer, MessagePassing)]
         self.patches.undo_with(*self._functions.install(convs))
 
@@ -81,8 +89,8 @@ class Patcher:
             self.propagation.transforms.install(conv)
         fused = None if self.typed or "forward" in conv.__dict__ else self._fused_layers.forward_of(conv)
         if type(conv).forward is RGCNConv.forward:
-            hook = conv.register_forward_pre_hook(RunHook(_check_features), with_kwargs=True)
-            self.patches.undo_with(hook.remove)
+            hook = conv.register_forward_pre_hook(RunHook(_check_relational), with_kwargs=True)
+            self.patches.undo_with(hook.remove, _without_segments())
             if self.schedule.compiled and type(conv).message is RGCNConv.message:
                 edges = lambda _: self.edges()  # noqa: E731
                 fused = RelationalConv(conv, edges, self.schedule, self.constants, whole=False).forward
@@ -123,8 +131,30 @@ class Patcher:
         return bound.args, sharded_gcn_norm
 
 
-def _check_features(conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse an ``RGCNConv`` that makes up ids."""
+def _inner_norm(layer: BatchNorm, x: Tensor) -> Tensor:
+    return layer.module(x)  # type: ignore[no-any-return]
+
+
+def _without_segments() -> Callable[[], None]:
+    """Keep ``RGCNConv`` from choosing by the rank's edges how often it passes messages; return what undoes it."""
+    backend = torch_geometric.backend
+    undo = partial(setattr, backend, "use_segment_matmul", backend.use_segment_matmul)
+    backend.use_segment_matmul = False
+    return undo
+
+
+def _check_relational(conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse an ``RGCNConv`` that makes up ids, or that has no weights for some edges.
+
+    Each rank would find other edges without weights, and the ranks would then pass messages differently often.
+    """
+    types: Any = args[2] if len(args) > 2 else kwargs.get("edge_type")
+    if isinstance(types, Tensor) and not are_known(types, conv.num_relations):  # type: ignore[arg-type]
+        raise DataError(
+            f"{type(conv).__name__} has {conv.num_relations} relations, and its edges have the types "
+            f"{int(types.min())} to {int(types.max())}.",
+            hint="set its num_relations to one more than the largest type of an edge; types start at 0.",
+        )
     if (args[0] if args else kwargs.get("x")) is None:
         raise ConfigError(
             f"{type(conv).__name__} was called without features; it would use a node's position in its part as id.",

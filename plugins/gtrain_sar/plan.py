@@ -39,6 +39,7 @@ class SarPlanner(Planner):
             estimate.assumptions.append(f"parts are {parts.origin}")
         nodes, edges = max(parts.nodes), max(parts.edges)
         layers.add_memory(estimate, run, nodes, edges)
+        _add_tables(estimate, run)
         layers.add_time(estimate, run, nodes, edges, max(parts.seeds))
         if work.task == "link":
             layers.add_scored_edges(estimate, run, work.num_seeds / run.ranks, run.ranks, 1)
@@ -68,9 +69,7 @@ def _typed(run: PlannedRun) -> Estimate:
     typed_layers.add_memory(
         estimate, run, nodes, edges, sources=sources, packed=run.ranks > 1, recomputed=mode == 1 and run.ranks > 1
     )
-    for table in work.tables:
-        # Twice: a checkpoint, and the sum over the ranks, copy the rows.
-        wide.add_table_memory(estimate, run, MEMORY, table, 2)
+    _add_tables(estimate, run)
     typed_layers.add_time(estimate, run, nodes, edges)
     if work.task == "link":
         layers.add_scored_edges(estimate, run, work.num_seeds / run.ranks, run.ranks, 1)
@@ -94,6 +93,12 @@ def _typed(run: PlannedRun) -> Estimate:
             _add_edge_bytes(estimate, run, max(range(run.ranks), key=lambda p: halo[p] + served[p]))
         _add_exchange(estimate, run, len(work.typed))
     return estimate
+
+
+def _add_tables(estimate: Estimate, run: PlannedRun) -> None:
+    """Add the tables twice: a checkpoint, and the sum over the ranks, copy the rows."""
+    for table in run.workload.tables:
+        wide.add_table_memory(estimate, run, MEMORY, table, 2)
 
 
 def _add_exchange(estimate: Estimate, run: PlannedRun, exchanges: int) -> None:
@@ -152,30 +157,33 @@ def _add_attention_bytes(
     """Add the bytes of an attention layer, whose backward pass runs at the sources' owners if that sends less."""
     item, mode = _item(run, layer), int(run.settings["mode"])
     served, halo = parts.served[rank], parts.halo[rank]
+    # Numbers of heads are float32 also beside rows of bfloat16.
+    number_bytes = item if run.settings["wire_dtype"] == "bfloat16" else max(item, 4)
     estimate.add(
-        SENT, f"rows and logits of layer {number}", "served * (width + heads) * item",
-        served=served, width=layer.width, heads=layer.heads, item=item,
+        SENT, f"rows and logits of layer {number}", "served * (width * item + heads * number)",
+        served=served, width=layer.width, heads=layer.heads, item=item, number=number_bytes,
     )  # fmt: skip
     targets = parts.remote_targets
     over_halo = sum(map(sum, targets)) / max(sum(parts.halo), 1)
     if over_halo <= (2 if mode == 1 else 1):
         estimate.add(
-            SENT, f"gradients of targets of layer {number}", "targets * (width + scalars * heads) * item",
+            SENT, f"gradients of targets of layer {number}", "targets * (width * item + scalars * heads * number)",
             targets=sum(targets[rank]), width=layer.width, scalars=_SCALARS, heads=layer.heads, item=item,
+            number=number_bytes,
         )  # fmt: skip
         estimate.add(
-            SENT, f"answers to targets of layer {number}", "answered * scalars * heads * item",
-            answered=sum(row[rank] for row in targets), scalars=_ANSWERED, heads=layer.heads, item=item,
+            SENT, f"answers to targets of layer {number}", "answered * scalars * heads * number",
+            answered=sum(row[rank] for row in targets), scalars=_ANSWERED, heads=layer.heads, number=number_bytes,
         )  # fmt: skip
         return
     if mode == 1:
         estimate.add(
-            SENT, f"rows and logits of layer {number}, again", "served * (width + heads) * item",
-            served=served, width=layer.width, heads=layer.heads, item=item,
+            SENT, f"rows and logits of layer {number}, again", "served * (width * item + heads * number)",
+            served=served, width=layer.width, heads=layer.heads, item=item, number=number_bytes,
         )  # fmt: skip
     estimate.add(
-        SENT, f"gradients of layer {number}", "halo * (width + heads) * item",
-        halo=halo, width=layer.width, heads=layer.heads, item=item,
+        SENT, f"gradients of layer {number}", "halo * (width * item + heads * number)",
+        halo=halo, width=layer.width, heads=layer.heads, item=item, number=number_bytes,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from torch_geometric.nn.aggr import MedianAggregation, QuantileAggregation
 from torch_geometric.nn.conv import (
     ChebConv,
     DirGNNConv,
+    DynamicEdgeConv,
     GPSConv,
     GravNetConv,
     HANConv,
@@ -15,6 +16,7 @@ from torch_geometric.nn.conv import (
     MessagePassing,
     SuperGATConv,
     WLConv,
+    XConv,
 )
 from torch_geometric.nn.models import AttentiveFP, DeepGraphInfomax
 from torch_geometric.nn.models.linkx import SparseLinear
@@ -44,6 +46,8 @@ _CONVS: dict[type[nn.Module], str] = {
     SuperGATConv: "it samples pairs of nodes without an edge, of which a rank sees only its own",
     WLConv: "it compares the neighbourhoods of all nodes of the graph, of which a rank has only a part",
     GravNetConv: "it searches neighbours among the input nodes, of which a rank has only a part",
+    DynamicEdgeConv: "it searches neighbours among the input nodes, of which a rank has only a part",
+    XConv: "it searches neighbours among the input nodes, of which a rank has only a part",
     HANConv: "it weights edge types by an average over all nodes, of which a rank has only a part; HGTConv works",
     HeteroBasisConv: "it joins the nodes of all types into one numbering without the halo; to_hetero works",
     ToHeteroMessagePassing: "it joins the nodes of all types into one numbering without the halo",
@@ -69,6 +73,8 @@ def reason(layer: nn.Module) -> str | None:
         return "mode='graph' computes statistics over all nodes, of which a rank has only a part; mode='node' works"
     if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, nn.BatchNorm1d):
         return "only BatchNorm1d is synchronised over ranks"
+    if isinstance(layer, nn.BatchNorm1d) and type(layer).forward is not nn.BatchNorm1d.forward:
+        return "it has a forward of its own, and only that of BatchNorm1d is synchronised over ranks"
     if type(layer).__module__.startswith("torch_geometric.nn.pool"):
         return "pooling selects among all nodes of the graph, of which a rank has only a part"
     if type(layer).__module__.startswith("torch_geometric.nn.attention"):

@@ -109,7 +109,7 @@ def _propagate(conv: MessagePassing, edge_index: Tensor, edges: EdgeBlockCache, 
     # PyG's ``propagate`` that is generated for a class supports no decomposition and no explanation.
     general = conv.decomposed_layers > 1 or conv.explain
     method = MessagePassing.propagate if general else type(conv).propagate
-    if _is_order_independent(conv):
+    if is_order_independent(conv):
         return _run(conv, method, edge_index, edges, arguments)
     edge_index, arguments = _in_global_order(conv, edge_index, edges, arguments)
     with _padded_to_global_degree(conv, edges.exchange.group, edge_index):
@@ -149,8 +149,10 @@ def _to_dense_batch(layer: Aggregation, largest: int, *args: Any, **kwargs: Any)
     return Aggregation.to_dense_batch(*bound.args, **bound.kwargs)
 
 
-def _is_order_independent(conv: MessagePassing) -> bool:
-    """Whether the aggregation is the same in any order of edges; a recurrent one is not."""
+def is_order_independent(conv: MessagePassing) -> bool:
+    """Whether the aggregation is the same in any order of edges; a recurrent one is not, one's own is taken to be."""
+    if conv.aggr_module is None:
+        return True
     aggregations = [layer for layer in conv.aggr_module.modules() if isinstance(layer, Aggregation)]
     return all(isinstance(layer, _ORDER_INDEPENDENT) for layer in aggregations)
 

@@ -28,8 +28,11 @@ class SinglePlanner(Planner):
             wide.add_starts(estimate, run, steps)
             return estimate
         if work.kind == wide.SPARSE:
+            wide.add_step_memory(estimate, run, work.num_seeds / steps)
             wide.add_entries(estimate, run, work.num_seeds)
             wide.add_sparse_rows(estimate, run, work.tables[0], work.num_seeds, 1.0)
+        elif not work.layers:
+            layers.add_hidden_memory(estimate, run, work.num_nodes)
         layers.add_time(estimate, run, work.num_nodes, work.num_edges, work.num_seeds / steps, steps)
         if work.task == "link" and work.layers:
             layers.add_scored_edges(estimate, run, work.num_seeds / steps, 1, steps)

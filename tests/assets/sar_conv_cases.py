@@ -460,6 +460,17 @@ def _twice(net: Any, g: View) -> Tensor:
     return net(g.x, g.index)
 
 
+def _in_place(call: Call) -> Call:
+    """The second of two steps, between which the rows change in place."""
+
+    def twice(net: Any, g: View) -> Any:
+        call(net, g)
+        g.x.mul_(1.5)
+        return call(net, g)
+
+    return twice
+
+
 def _thawed(net: Any, g: View) -> Tensor:
     """The second of two steps; the parameters are frozen in the first."""
     net.requires_grad_(False)
@@ -505,6 +516,13 @@ def _users() -> dict[str, Case]:
         "own softmax parameters, max": Case(lambda: own.SoftmaxOfScaledSource(aggr="max"), plain),
         "own aggregating": Case(lambda: own.Aggregating(), plain),
         "own counting": Case(lambda: own.Counting(), plain),
+        "own of edges": Case(lambda: own.OfEdges(), attributed, ("x", "attr")),
+        "own of edges, max": Case(lambda: own.OfEdges(aggr="max"), attributed, ("x", "attr")),
+        "own of targets": Case(lambda: own.OfTargets(aggr="mean"), attributed, ("x", "attr")),
+        "own of targets, max": Case(lambda: own.OfTargets(aggr="max"), attributed, ("x", "attr")),
+        "own of nothing": Case(lambda: own.OfNothing(), plain),
+        "gine in place": Case(lambda: pyg.GINEConv(mlp(6, 4), edge_dim=3), _in_place(attributed), ()),
+        "sage in place": Case(lambda: pyg.SAGEConv(6, 4), _in_place(plain), ()),
         "nn thawed": Case(lambda: pyg.NNConv(6, 4, mlp(3, 24)), _thawed),
         "gen thawed": Case(lambda: pyg.GENConv(6, 4, "add", edge_dim=3, norm="layer"), _thawed),
         "gen edges second": Case(lambda: pyg.GENConv(6, 4, "add", edge_dim=3, norm="layer"), _without_edges_first),

@@ -206,6 +206,40 @@ class Aggregating(MessagePassing):
         return (total + 1).log()
 
 
+class OfEdges(MessagePassing):
+    """Reads nothing at the nodes."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, attr: Tensor) -> Tensor:
+        return torch.cat([x, self.propagate(edge_index, size=(len(x), len(x)), attr=attr)], 1)
+
+    def message(self, attr: Tensor) -> Tensor:
+        return attr.sin()
+
+
+class OfTargets(MessagePassing):
+    """Reads nothing at sources, and has a parameter in ``message``."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.scale = nn.Parameter(torch.full((6,), 0.7))
+
+    def forward(self, x: Tensor, edge_index: Tensor, attr: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, attr=attr)
+
+    def message(self, x_i: Tensor, attr: Tensor) -> Tensor:
+        return x_i * self.scale * attr[:, :1]
+
+
+class OfNothing(MessagePassing):
+    """Counts edges."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return x * self.propagate(edge_index, size=(len(x), len(x)))
+
+    def message(self, index: Tensor) -> Tensor:
+        return torch.ones(len(index), 1, dtype=torch.float64)
+
+
 class Counting(MessagePassing):
     """Uses the number of in-edges of a target in ``message``."""
 

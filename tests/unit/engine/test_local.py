@@ -28,7 +28,8 @@ from torch_geometric.nn.conv import (
 )
 
 from gtrain.engine import edges, fused_layers
-from gtrain.engine.local import LocalEngine
+from gtrain.engine.local import LocalEdges, LocalEngine
+from gtrain.engine.relations import LearnedRows, RelationPairs
 from gtrain.errors import ConfigError
 from gtrain.nn.depth import HopMeter
 from gtrain.nn.dropout import ExactDropout, rows_of
@@ -578,3 +579,18 @@ def test_more_edges_than_can_be_numbered_are_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="a rank has 300 edges; its layers may have at most 299"):
         conv(torch.ones(NODES, IN), torch.randint(NODES, (2, EDGES)))
     engine.uninstall()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_types_of_edges_may_be_narrow_numbers(dtype: torch.dtype) -> None:
+    """Pairs of type and node have more numbers than types."""
+    nodes, types = (30_000, 100_000) if dtype == torch.int32 else (60, 100)
+    edges, edge_index = LocalEdges(nodes, nodes, {}), torch.randint(nodes, (2, EDGES))
+    edge_type, ids = torch.randint(types, (EDGES,)), torch.arange(nodes, dtype=torch.int32)
+    edge_type[0] = types - 1
+    of_pairs = [RelationPairs.of(edge_index, kind, types, edges) for kind in (edge_type, edge_type.to(dtype))]
+    assert of_pairs[0].sizes == of_pairs[1].sizes and torch.equal(of_pairs[0].targets, of_pairs[1].targets)
+    of_rows = [LearnedRows.of(ids, edge_index, kind, nodes, edges) for kind in (edge_type, edge_type.to(dtype))]
+    for name in ("ids", "types", "share"):
+        assert torch.equal(getattr(of_rows[0], name), getattr(of_rows[1], name))
+    assert of_rows[1].types.max() == types - 1

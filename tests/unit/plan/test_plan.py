@@ -8,16 +8,20 @@ import os
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from helpers import REPO
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import HeteroData
 from torch_geometric.nn import GATConv, GINConv, HeteroConv, RGCNConv, SAGEConv
 
+from gtrain.callbacks.race import RaceTimer
 from gtrain.cli import auto
 from gtrain.cli.auto import Candidate, race_folders
 from gtrain.errors import ConfigError, GtrainError
@@ -28,7 +32,7 @@ from gtrain.memory.limits import group_limit, oom_kills, usable_memory
 from gtrain.model.relational import HGT, HeteroSAGE
 from gtrain.nn.relational import IdRGCNConv
 from gtrain.plan import command as plan_command
-from gtrain.plan import layers, machine, table
+from gtrain.plan import layers, machine, rows, table
 from gtrain.plan.counts import (
     assume_parts,
     assume_parts_by_type,
@@ -37,9 +41,9 @@ from gtrain.plan.counts import (
     count_queries,
     cut_of_ranges,
 )
-from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, NETWORK, SENT, Estimate
+from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, MEMORY, NETWORK, SENT, SERVER_MEMORY, Estimate, PlannedRun
 from gtrain.plan.typed import typed_layers
-from gtrain.plan.workload import IDS, RELATIONAL, _layers
+from gtrain.plan.workload import IDS, RELATIONAL, Workload, _layers
 
 
 def test_terms_are_their_formulas_with_the_numbers_put_in() -> None:
@@ -165,6 +169,59 @@ def test_assumed_halo_is_between_none_and_all_remote_nodes() -> None:
     assert some.halo[0] < many.halo[0] < 750
 
 
+def test_even_parts_have_the_sums_of_their_matrices() -> None:
+    parts = assume_parts(1000, 10000, 600, 4, 0.25)
+    assert parts.halo == pytest.approx([sum(row) for row in parts.reads])
+    assert parts.served == pytest.approx([sum(row[p] for row in parts.reads) for p in range(4)])
+    assert [row[p] for p, row in enumerate(parts.remote_targets)] == [0] * 4
+    # Those of many ranks would not fit into memory.
+    many = assume_parts(1e9, 1e10, 600, 1 << 17, 0.25)
+    assert len(many.halo) == len(many.served) == 1 << 17 and many.halo[0] == many.served[0] > 0
+
+
+class Machines:
+    """A backend whose ranks need ``fixed`` bytes and share 1,000, as those of its servers are of several machines."""
+
+    def __init__(self, fixed: float, most: int = 1 << 20) -> None:
+        self.serves, self.tried, self._fixed, self._most = SimpleNamespace(limits={}), list[int](), fixed, most
+
+    def load_planner(self) -> Any:
+        return self
+
+    def plan(self, cfg: Any) -> Any:
+        machines = int(cfg.trainer.num_nodes)
+        if machines > self._most:
+            raise ConfigError("too few partitions")
+        return [SimpleNamespace(name="server", count=machines + 1 if machines > 1 else 0)]
+
+    def estimate(self, run: PlannedRun) -> Estimate:
+        self.tried.append(run.ranks)
+        estimate = Estimate()
+        estimate.add(MEMORY, "imports", "fixed", fixed=self._fixed)
+        estimate.add(MEMORY, "rows", "1000 / ranks", ranks=run.ranks)
+        estimate.add(SERVER_MEMORY, "imports", "10")
+        return estimate
+
+
+def least_machines(backend: Machines, monkeypatch: pytest.MonkeyPatch) -> int | None:
+    """The least machines of 120 bytes, of which the row has two."""
+    config = {"trainer": {"num_nodes": 2, "devices": 1}, "plan": {"machine": None}, "cluster": {"kind": "local"}}
+    monkeypatch.setattr(rows.backends, "get", lambda name: backend)
+    run = PlannedRun(config, Workload(1, 1, 1), machine.Machine(memory=120), 2, 3)
+    return rows.least_machines(rows.Row("fake", {}, run, backend.estimate(run))).machines
+
+
+def test_each_number_of_machines_has_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each machine needs 50 + 1000 / P + 2 * 10 for its servers, of which it has at most two.
+    assert least_machines(Machines(50), monkeypatch) == 20
+    assert least_machines(Machines(50, most=10), monkeypatch) is None, "its settings serve 10 machines"
+
+
+def test_what_a_machine_keeps_is_not_divided_any_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Machines(130)
+    assert least_machines(backend, monkeypatch) is None and backend.tried == [2, 1, 2]
+
+
 def group(root: Path, lines: str, files: dict[str, str]) -> Path:
     """A machine of 8 GiB in a folder, whose process is in these control groups."""
     for name, text in {"proc/meminfo": "MemTotal: 8388608 kB\n", "proc/self/cgroup": lines, **files}.items():
@@ -270,7 +327,7 @@ def test_a_race_is_won_by_the_score_that_the_checkpoint_selects(
     values = {"sar": 9.0, "pyg": 2.0}
 
     def make(racer: Candidate, extra: Any) -> tuple[auto.Settled, str]:
-        cfg = OmegaConf.create({"paths": {"run": ""}, "trainer": {"max_time": None, "num_sanity_val_steps": 2}})
+        cfg = OmegaConf.create({"paths": {"run": ""}, "trainer": {"num_sanity_val_steps": 2}, "callbacks": {}})
         return auto.Settled(cfg, [], {"strategy": racer.strategy}), ""
 
     def launch(cfg: Any, choices: dict[str, str], overrides: list[str]) -> None:
@@ -281,6 +338,50 @@ def test_a_race_is_won_by_the_score_that_the_checkpoint_selects(
     cfg = OmegaConf.create({"paths": {"run": str(tmp_path)}})
     best, reason, _ = auto._race(cfg, racers, 1.0, make, launch)
     assert best.strategy == expected and f"{values[expected]:.4g} (" in reason
+
+
+def test_a_race_without_scores_says_so() -> None:
+    first, second = Candidate("sar", (), 1), Candidate("pyg", (), 2)
+    none = auto._reason(first, second, {first: None, second: None}, 3.0)
+    assert none.startswith("neither strategy=sar nor strategy=pyg has a score after 3 s; strategy=sar has the shorter")
+    one = auto._reason(second, first, {first: None, second: 0.25}, 3.0)
+    assert one == "strategy=pyg has a score after 3 s, 0.25 (strategy=sar has none), and goes on."
+
+
+@pytest.mark.parametrize(
+    ("limit", "callbacks", "words"),
+    [(0, {"checkpoint": {"monitor": "auto"}}, "trainer.limit_val_batches=0"), (1.0, {}, "callbacks=none")],
+)
+def test_a_race_needs_scores(limit: float, callbacks: dict[str, Any], words: str) -> None:
+    trainer = {"limit_val_batches": limit}
+    cfg = OmegaConf.create({"trainer": trainer, "callbacks": callbacks, "strategy": {"race_seconds": 3.0}})
+    with pytest.raises(ConfigError, match=f"race_seconds=3 and {words} were set"):
+        auto._check_race(cfg)
+    cfg.trainer.limit_val_batches, cfg.callbacks = 1.0, {"checkpoint": {"monitor": "auto"}}
+    auto._check_race(cfg)
+
+
+@pytest.mark.parametrize(("seconds", "epochs"), [("00:00:00:00", 100), ("01:00:00:00", 3)])
+def test_a_run_of_a_race_validates_at_its_end(seconds: str, epochs: int, tmp_path: Path) -> None:
+    class Counting(BoringModel):
+        validated: ClassVar[list[int]] = []
+
+        def on_validation_epoch_end(self) -> None:
+            self.validated.append(self.current_epoch)
+
+    model, timer = Counting(), RaceTimer(seconds)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=epochs, check_val_every_n_epoch=1000, callbacks=[timer], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        limit_train_batches=2, limit_val_batches=1,
+    )  # fmt: skip
+    if epochs == 100:
+        # Stopped in the first step, and not when it starts.
+        timer.on_fit_start = lambda *args: None  # type: ignore[method-assign]
+    Counting.validated = []
+    trainer.fit(model)
+    assert Counting.validated == [0 if epochs == 100 else 2]
+    assert timer.state_key == Timer().state_key
 
 
 def test_a_defect_in_the_plan_of_an_automatic_choice_is_printed(

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch_geometric
+from torch import Tensor, nn
 from torch_geometric.data import HeteroData
-from torch_geometric.nn import GATConv, HANConv, HeteroConv, HGTConv, RGCNConv, SAGEConv, TAGConv
+from torch_geometric.nn import (
+    GATConv,
+    GRUAggregation,
+    HANConv,
+    HeteroConv,
+    HGTConv,
+    LSTMAggregation,
+    MessagePassing,
+    RGCNConv,
+    SAGEConv,
+    TAGConv,
+)
 from torch_geometric.nn.norm import HeteroBatchNorm
 from torch_geometric.nn.to_hetero_with_bases_transformer import HeteroBasisConv
 from typed_library import CITES, WRITES, library, library_parts, write
@@ -106,8 +121,8 @@ def test_linear_convolutions_are_broken_off_at_propagate(setting: Setting) -> No
     setting.patcher.install(convs)
     suspended = [suspend_at_propagate(setting.call(conv), setting.patcher.context) for conv in convs]
     assert suspended[0] is not None and suspended[1] is not None and suspended[2] is None and suspended[3] is None
-    (linear, resume), (_, resume_another) = suspended[:2]
-    assert linear.mean and linear.x is setting.batch["paper"].x
+    (linear, edge_index, resume), (_, _, resume_another) = suspended[:2]
+    assert linear.mean and linear.x is setting.batch["paper"].x and edge_index is setting.batch[CITES].edge_index
     assert resume(torch.zeros(50, 7).double()).shape == (50, 3)
     with pytest.raises(MultipleHopsError):
         resume_another(torch.zeros(50, 7).double())
@@ -156,3 +171,150 @@ def test_parts_that_differ_are_refused_in_a_sentence(store: Store) -> None:
     second.node_data["author"]["x"] = torch.zeros(30, 4)
     with pytest.raises(DataError, match="in the node type a/b: part 1 has orig_id .*, part 0 has nothing"):
         check_parts_agree(Rank(first), second)
+
+
+# ------------------------------------------------------------------------------------------- as one of several ranks
+
+
+@pytest.fixture
+def sharing(setting: Setting) -> Setting:
+    """The setting of a rank that runs the convolutions of a layer together, as one process does not."""
+    setting.relations.group = SimpleNamespace(size=2)  # type: ignore[assignment]
+    return setting
+
+
+def two(**options: Any) -> HeteroConv:
+    return HeteroConv({WRITES: SAGEConv((4, 7), 3, **options), CITES: SAGEConv((7, 7), 3, **options)}).double()
+
+
+def test_sums_over_edges_of_one_step_are_not_kept(sharing: Setting) -> None:
+    """The next step's edges may be where those of the former step were in memory."""
+    batch, net = sharing.batch, two()
+    reference = copy.deepcopy(net)
+    sharing.patcher.constants.add(v for stored in batch.stores for v in stored.values() if isinstance(v, Tensor))
+    kept = [sharing.patcher.constants._results[batch[kind].x] for kind in ("author", "paper")]
+    sharing.patcher.install(net)
+    for step in range(5):
+        edges = {kind: index[:, step::5] for kind, index in batch.edge_index_dict.items() if kind in (WRITES, CITES)}
+        out = net(batch.x_dict, edges)["paper"]
+        torch.testing.assert_close(out, reference(batch.x_dict, edges)["paper"], rtol=1e-10, atol=1e-10)
+        out.sum().backward()
+        assert not any(kept)
+    for _ in range(2):
+        net(batch.x_dict, {kind: batch[kind].edge_index for kind in (WRITES, CITES)})
+        assert [len(results) for results in kept] == [1, 1]
+    sharing.patcher.uninstall()
+
+
+@pytest.mark.parametrize("aggregation", [LSTMAggregation, GRUAggregation])
+def test_aggregations_that_read_edges_in_order_run_one_by_one(sharing: Setting, aggregation: Any) -> None:
+    batch = sharing.batch
+    edges = {kind: batch[kind].edge_index for kind in (WRITES, CITES)}
+    convs = {WRITES: SAGEConv((4, 7), 3, aggr=aggregation(4, 4)), CITES: SAGEConv((7, 7), 3, aggr=aggregation(7, 7))}
+    net = HeteroConv(convs).double()
+    ascending = {kind: index[:, index[0].argsort()] for kind, index in edges.items()}
+    sorted_edges = {kind: index[:, index[1].argsort(stable=True)] for kind, index in ascending.items()}
+    expected = net(batch.x_dict, sorted_edges)["paper"]
+    sharing.patcher.install(net)
+    found = net(batch.x_dict, edges)["paper"]
+    sharing.patcher.uninstall()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+class OwnAggregate(MessagePassing):
+    """Has no aggregation of PyG's."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr=None)
+
+    def forward(self, x: Any, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j
+
+    def aggregate(self, inputs: Tensor, index: Tensor, dim_size: int | None = None) -> Tensor:
+        return inputs.new_zeros(dim_size, inputs.size(1)).index_add(0, index, inputs)
+
+
+def test_a_convolution_may_aggregate_itself(sharing: Setting) -> None:
+    batch = sharing.batch
+    edges = {kind: batch[kind].edge_index for kind in (WRITES, CITES)}
+    net = HeteroConv({WRITES: SAGEConv((4, 7), 7), CITES: OwnAggregate()}).double()
+    expected = net(batch.x_dict, edges)["paper"]
+    sharing.patcher.install(net)
+    torch.testing.assert_close(net(batch.x_dict, edges)["paper"], expected, rtol=1e-10, atol=1e-10)
+    alone = net.convs[CITES]
+    torch.testing.assert_close(alone(batch["paper"].x, edges[CITES]), type(alone)()(batch["paper"].x, edges[CITES]))
+    sharing.patcher.uninstall()
+
+
+def test_a_layer_runs_again_in_the_autocast_of_its_first_time(setting: Setting) -> None:
+    batch = setting.batch
+    x_dict = {kind: batch[kind].x.float() for kind in ("author", "paper")}
+    edges = {kind: batch[kind].edge_index for kind in (WRITES, CITES)}
+    torch.manual_seed(0)
+    net = HGTConv({"author": 4, "paper": 7}, 8, METADATA, heads=2)
+    gradients = []
+    for mode in (1, 2):
+        patcher = TypedPatcher(setting.relations, Schedule(mode))
+        patcher.install(net)
+        leaves = {kind: x.clone().requires_grad_() for kind, x in x_dict.items()}
+        with torch.autocast("cpu", torch.bfloat16):
+            out = net(leaves, edges)["paper"]
+        net.zero_grad()
+        out.float().square().sum().backward()
+        gradients.append([p.grad for p in (*leaves.values(), *net.parameters()) if p.grad is not None])
+        patcher.uninstall()
+    assert len(gradients[0]) > 8
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def test_a_network_can_be_copied_during_a_run(setting: Setting) -> None:
+    batch, net = setting.batch, two()
+    edges = {kind: batch[kind].edge_index for kind in (WRITES, CITES)}
+    expected = net(batch.x_dict, edges)["paper"]
+    setting.relations.group.lock = threading.Lock()  # type: ignore[attr-defined]  # as a group of several ranks has
+    setting.patcher.install(net)
+    net(batch.x_dict, edges)
+    copied = copy.deepcopy(net)
+    setting.patcher.uninstall()
+    torch.testing.assert_close(copied(batch.x_dict, edges)["paper"], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_edge_types_that_a_model_makes_itself_are_refused_by_name(setting: Setting) -> None:
+    batch, reverse = setting.batch, ("paper", "written by", "author")
+    edges = {WRITES: batch[WRITES].edge_index, reverse: batch[WRITES].edge_index.flip(0)}
+    typed = ["author", "paper"], [WRITES, reverse]
+    convs = {WRITES: SAGEConv((4, 7), 3), reverse: SAGEConv((7, 4), 3)}
+    for net in (HeteroConv(convs), HGTConv({"author": 4, "paper": 7}, 8, typed)):
+        setting.patcher.install(net.double())
+        with pytest.raises(ConfigError, match=r"does not know the edge type \('paper', 'written by', 'author'\)"):
+            net(batch.x_dict, edges)
+        setting.patcher.uninstall()
+
+
+@pytest.mark.parametrize("layers", [True, False])
+@pytest.mark.parametrize("options", [{}, {"num_blocks": 1}])
+def test_edges_without_a_relation_are_refused(setting: Setting, layers: bool, options: dict[str, int]) -> None:
+    """Otherwise only the rank that has them would run the layer as PyG wrote it."""
+    conv = RGCNConv(7, 3, 2, **options).double()
+    patcher = TypedPatcher(setting.relations, Schedule(compiled=layers))
+    patcher.install(conv)
+    papers, edge_index = setting.batch["paper"].x, setting.batch[CITES].edge_index
+    types = torch.zeros(edge_index.size(1), dtype=torch.int64)
+    assert conv(papers, edge_index, types).shape == (50, 3)
+    types[7] = 2
+    with pytest.raises(DataError, match="RGCNConv has 2 relations, and its edges have the types 0 to 2"):
+        conv(papers, edge_index, edge_type=types)
+    patcher.uninstall()
+
+
+def test_no_rank_chooses_for_itself_how_often_a_relational_convolution_passes_messages(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_geometric.backend, "use_segment_matmul", True)
+    setting.patcher.install(nn.ModuleList([RGCNConv(7, 3, 2), RGCNConv(7, 3, 2)]))
+    assert torch_geometric.backend.use_segment_matmul is False
+    setting.patcher.uninstall()
+    assert torch_geometric.backend.use_segment_matmul is True

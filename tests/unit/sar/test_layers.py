@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch_geometric
 from torch import nn
 from torch_geometric.nn import (
     APPNP,
     ChebConv,
+    DynamicEdgeConv,
     GATConv,
     GCNConv,
     GINConv,
@@ -22,9 +24,12 @@ from torch_geometric.nn import (
     ResGatedGraphConv,
     SAGEConv,
     TransformerConv,
+    XConv,
 )
 from torch_geometric.nn.conv import gcn_conv
+from torch_geometric.nn.norm import BatchNorm
 
+from gtrain.engine.constants import Constants
 from gtrain.engine.halo import HaloExchange
 from gtrain.engine.normalize import synchronised_batch_norm
 from gtrain.engine.propagate_call import reduction, sees_one_edge
@@ -165,6 +170,59 @@ def test_batch_norm_agrees_with_torch_forward_backward_and_running(offset: float
     )
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_of_rows_with_positions(training: bool) -> None:
+    """[n, C, L], as torch takes it: n * L values of each column."""
+    ours, reference = nn.BatchNorm1d(5).double(), nn.BatchNorm1d(5).double()
+    a = torch.randn(12, 5, 3, dtype=torch.float64).requires_grad_()
+    b = a.detach().clone().requires_grad_()
+    weights = torch.randn(12, 5, 3, dtype=torch.float64)
+    out, expected = synchronised_batch_norm(ours.train(training), Group(), a), reference.train(training)(b)
+    (out * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for found, wanted in ((out, expected), (a.grad, b.grad), (ours.running_var, reference.running_var)):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+class Peers(Group):
+    """Ranks of which the others have the rows of a part."""
+
+    def __init__(self, *others: torch.Tensor) -> None:
+        super().__init__()
+        self._others = others
+
+    def all_gather(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.cat([x.new_tensor([len(x)]), x.mean(0), (x - x.mean(0)).square().sum(0)]) for x in self._others]
+        return [packed, *parts]
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_rank_with_one_row_takes_part_in_a_batch_norm_that_allows_it(rows: int) -> None:
+    """It would leave the others waiting."""
+    x = torch.randn(9, 5, dtype=torch.float64)
+    norm, reference = BatchNorm(5, allow_single_element=True).double(), nn.BatchNorm1d(5).double()
+    exchange = HaloExchange(Group(), whole_shard(graph()[1]))
+    patcher = Patcher(exchange, Schedule())
+    exchange.group = Peers(x[rows:])
+    patcher.install(norm)
+    with patcher.patches.suspended(norm):
+        out = norm(x[:rows])
+    torch.testing.assert_close(out, reference(x)[:rows], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(norm.module.running_mean, reference.running_mean)
+    patcher.uninstall()
+    assert "forward" not in norm.__dict__ and "forward" not in norm.module.__dict__
+
+
+def test_a_batch_norm_that_allows_it_has_running_statistics_for_one_row_in_all() -> None:
+    norm, x = BatchNorm(5, allow_single_element=True), torch.randn(1, 5)
+    expected = norm(x)
+    patcher = Patcher(HaloExchange(Group(), whole_shard(graph()[1])), Schedule())
+    patcher.install(norm)
+    torch.testing.assert_close(norm(x), expected)
+    assert norm.module.num_batches_tracked == 0 and norm.module.running_mean.eq(0).all()
+    patcher.uninstall()
+
+
 @pytest.mark.parametrize("mode", [1, 2, 3])
 @pytest.mark.parametrize("conv", [GATConv(6, 4, dropout=0.5), TransformerConv(6, 4, dropout=0.5)])
 def test_dropout_of_attention_changes_no_mean(conv: nn.Module, mode: int) -> None:
@@ -202,6 +260,11 @@ def test_edges_that_point_elsewhere_are_refused() -> None:
     patcher.uninstall()
 
 
+class Doubled(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
 class OwnPropagate(MessagePassing):
     def propagate(self, edge_index, size=None, **kwargs):  # noqa: ANN001, ANN003, ANN201
         return super().propagate(edge_index, size=size, **kwargs)
@@ -216,9 +279,17 @@ class OwnPropagate(MessagePassing):
         (lambda: ChebConv(4, 4, 2), "Laplacian"),
         (lambda: GCNConv(4, 4, flow="target_to_source"), "flow='target_to_source'"),
         (lambda: OwnPropagate(), "overrides propagate"),
+        (lambda: Doubled(4), "a forward of its own"),
+        (lambda: DynamicEdgeConv(mlp(4), 3), "searches neighbours among the input nodes"),
+        (lambda: XConv(4, 4, 3, 5), "searches neighbours among the input nodes"),
     ],
 )
-def test_what_would_not_be_exact_is_refused_with_the_reason(layer, why: str) -> None:  # noqa: ANN001
+def test_what_would_not_be_exact_is_refused_with_the_reason(  # noqa: ANN201
+    layer,  # noqa: ANN001
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(torch_geometric.typing, "WITH_KNN", True)
     module = nn.ModuleList([GCNConv(4, 4), layer()])
     with pytest.raises(ConfigError, match=f"strategy=sar does not serve {type(module[1]).__name__} \\(1\\): .*{why}"):
         SarStrategy().check_module(module)
@@ -284,3 +355,82 @@ def test_evaluation_makes_no_messages_either(name: str, mode: int, monkeypatch: 
     patcher.uninstall()
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     assert max(lengths) < 10  # of made-up edges
+
+
+class OfEdges(MessagePassing):
+    """Reads nothing at sources."""
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor, attr: torch.Tensor) -> torch.Tensor:
+        return x + self.propagate(edge_index, attr=attr)
+
+    def message(self, attr: torch.Tensor) -> torch.Tensor:
+        return attr.sin()
+
+
+class OfTargets(OfEdges):
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor, attr: torch.Tensor) -> torch.Tensor:
+        return self.propagate(edge_index, x=x, attr=attr)
+
+    def message(self, x_i: torch.Tensor, attr: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x_i * attr
+
+
+class OfNothing(OfEdges):
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor, attr: torch.Tensor) -> torch.Tensor:
+        return x * self.propagate(edge_index)
+
+    def message(self, index: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.ones(len(index), 1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3])
+@pytest.mark.parametrize("aggr", ["sum", "mean", "max"])
+@pytest.mark.parametrize("make", [OfEdges, OfTargets, OfNothing])
+def test_messages_may_read_nothing_at_sources(make: type[OfEdges], aggr: str, mode: int) -> None:
+    x, edge_index = graph()
+    attr, conv = torch.randn(EDGES, 6, dtype=torch.float64), make(aggr=aggr)
+    results = []
+    for taken_over in (False, True):
+        patcher = Patcher(HaloExchange(Group(), whole_shard(edge_index)), Schedule(mode=mode))
+        if taken_over:
+            patcher.install(conv)
+        leaves = x.clone().requires_grad_(), attr.clone().requires_grad_()
+        out = conv(leaves[0], edge_index, leaves[1])
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)])
+        patcher.uninstall()
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_kept_of_constants_goes_when_they_change_in_place() -> None:
+    constants, x, weight = Constants(Schedule(cache_inputs="true")), torch.ones(4, 2), torch.ones(3)
+    constants.add([x, weight])
+    for step in range(4):
+        blocks = constants.blocks(x)
+        assert blocks == {}
+        blocks[1] = x + 1
+        for _ in range(2):
+            assert constants.blocks(x) is blocks
+            assert constants.result((x, weight), ("sum",), lambda: x.sum() + weight.sum()) == 8 * 2**step + 3
+            assert constants.result((x, None), ("sum",), x.sum) == 8 * 2**step
+        assert len(constants._results[x]) == 2
+        x.mul_(2)
+
+
+@pytest.mark.parametrize("make", [lambda: GraphConv(6, 9), lambda: GCNConv(6, 9)])
+def test_a_model_that_writes_into_its_input_leaves_nothing_behind(make: Any) -> None:
+    x, edge_index = graph()
+    weight, conv = torch.rand(EDGES, dtype=torch.float64), make().double()
+    patcher = Patcher(HaloExchange(Group(), whole_shard(edge_index)), Schedule(cache_inputs="true"))
+    patcher.constants.add([x, edge_index, weight])
+    patcher.install(conv)
+    kept = []
+    for _ in range(4):
+        x.mul_(1.5)
+        weight.mul_(0.5)
+        found = conv(x, edge_index, weight)
+        results = patcher.constants._results
+        kept.append((len(results), sum(map(len, results.values()))))
+    patcher.uninstall()
+    assert kept[0][1] == 1 and len(set(kept)) == 1
+    torch.testing.assert_close(found, conv(x, edge_index, weight), rtol=1e-10, atol=1e-10)

@@ -131,6 +131,18 @@ def test_fields_that_cannot_be_sent_are_refused(value: object) -> None:
         pack_body("push", {"value": value}, [], LIMITS)
 
 
+def nested(levels: int) -> Any:
+    return {"in": nested(levels - 1)} if levels else 1
+
+
+def test_keys_and_depth_that_the_receiver_would_refuse_are_refused_where_they_are_sent() -> None:
+    assert unpack(pack(nested(30), []))[0].fields == nested(30)
+    with pytest.raises(FrameError, match="'push' cannot be sent: they are nested deeper than 30"):
+        pack_body("push", nested(31), [], LIMITS)
+    with pytest.raises(FrameError, match="'push' cannot be sent: the key 7 is not a string"):
+        pack_body("push", {"value": [{7: 1}]}, [], LIMITS)
+
+
 # -------------------------------------------------------------------------------------------------- malformed
 
 
