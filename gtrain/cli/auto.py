@@ -6,6 +6,7 @@ of the ranks.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -18,10 +19,13 @@ from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from gtrain import backends, config, targets
 from gtrain.errors import ConfigError, GtrainError, restored
 from gtrain.launch import launchers, slot
 from gtrain.launch.agent import preload
 from gtrain.launch.children import die_with_parent, fork_with_pipe
+from gtrain.launch.request import PREFLIGHT
+from gtrain.launch.templates import keep_templates_in_memory
 from gtrain.plan import compose
 from gtrain.record.scores import lower_is_better
 
@@ -94,6 +98,7 @@ def settle(
     seconds = float(cfg.strategy.get("race_seconds") or 0)
     if seconds:
         _check_race(cfg)
+    _check(cfg, overrides, choices, experiment)
     candidates, reason = _choose(cfg, overrides, experiment)
     make = partial(_settled, cfg, overrides, choices, experiment)
     if not candidates:
@@ -135,40 +140,48 @@ def _settled(
 
 def _choose(cfg: DictConfig, overrides: Sequence[str], experiment: str | None) -> tuple[list[Candidate], str]:
     """Return the candidates that fit, the recommended one first, and the reason, one sentence."""
-    preload()
-    pid, read_end = fork_with_pipe(partial(_plan, cfg, overrides, experiment))
-    with open(read_end, "rb") as pipe:
-        content = pipe.read()
-    os.waitpid(pid, 0)
-    if not content:
+    reply = _in_child(partial(_planned, cfg, overrides, experiment))
+    if reply is None:
         raise GtrainError("the process that made the plan for strategy=auto died.", hint="name a strategy.")
-    reply = json.loads(content)
-    if "error" in reply:
-        raise restored(reply["error"])
     candidates = [
         Candidate(row["strategy"], tuple(row["settings"]), row["seconds"], tuple(row["race"])) for row in reply["rows"]
     ]
     return candidates, reply["reason"]
 
 
-def _plan(cfg: DictConfig, overrides: Sequence[str], experiment: str | None, write_end: int) -> NoReturn:
-    """Make the plan in a child process and send it to the parent."""
+def _check(cfg: DictConfig, overrides: Sequence[str], choices: dict[str, str], experiment: str | None) -> None:
+    """Refuse, before data are read, what the preflight checks refuse with every strategy.
+
+    Raises:
+        GtrainError: the error that most strategies have.
+    """
+    _in_child(partial(_checked, cfg, overrides, choices, experiment))
+
+
+def _in_child(call: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the value of a function that runs in a child process; None if it ends with an exception.
+
+    Raises:
+        GtrainError: that of the function.
+    """
+    preload()
+    pid, read_end = fork_with_pipe(partial(_reply, call))
+    with open(read_end, "rb") as pipe:
+        content = pipe.read()
+    os.waitpid(pid, 0)
+    reply: dict[str, Any] | None = json.loads(content) if content else None
+    if reply is not None and "error" in reply:
+        raise restored(reply["error"])
+    return reply
+
+
+def _reply(call: Callable[[], dict[str, Any]], write_end: int) -> NoReturn:
+    """Send the value of a function, or its error, to the parent process, and end."""
     try:
         die_with_parent(os.getppid())
-        from gtrain.plan.command import make
-
+        keep_templates_in_memory()
         try:
-            plan, _ = make(cfg, overrides, experiment)
-            rows = [
-                {
-                    "strategy": row.strategy,
-                    "settings": compose.settings_text(row.strategy, dict(row.variant)),
-                    "seconds": row.seconds,
-                    "race": compose.settings_text(row.strategy, dict(row.race_settings)),
-                }
-                for row in plan.ranking
-            ]
-            reply: dict[str, Any] = {"rows": rows, "reason": plan.reason}
+            reply = call()
         except GtrainError as error:
             reply = {"error": slot.describe(error)}
         with open(write_end, "w", closefd=False) as pipe:
@@ -178,6 +191,48 @@ def _plan(cfg: DictConfig, overrides: Sequence[str], experiment: str | None, wri
         sys.stderr.flush()
     finally:
         os._exit(0)
+
+
+def _planned(cfg: DictConfig, overrides: Sequence[str], experiment: str | None) -> dict[str, Any]:
+    """Make the plan; return its rows, and the reason."""
+    from gtrain.plan.command import make
+
+    plan, _ = make(cfg, overrides, experiment)
+    rows = [
+        {
+            "strategy": row.strategy,
+            "settings": compose.settings_text(row.strategy, dict(row.variant)),
+            "seconds": row.seconds,
+            "race": compose.settings_text(row.strategy, dict(row.race_settings)),
+        }
+        for row in plan.ranking
+    ]
+    return {"rows": rows, "reason": plan.reason}
+
+
+def _checked(
+    cfg: DictConfig, overrides: Sequence[str], choices: dict[str, str], experiment: str | None
+) -> dict[str, Any]:
+    """Run the preflight checks with one strategy after another, until one passes; raise the most frequent error."""
+    check = importlib.import_module(PREFLIGHT).check
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    refusals: dict[str, list[GtrainError]] = {}
+    for name in backends.usable():
+        try:
+            composed, typed, _ = compose.for_strategy(cfg, name, overrides, experiment)
+            config.validate(composed)
+            targets.settle(composed, typed)
+            keys = [config.key_of(override) for override in typed]
+            check(config.plain(composed), {**choices, "strategy": name}, keys)
+        except GtrainError as error:
+            refusals.setdefault(error.message, []).append(error)
+        except Exception:  # it occurs again in the plan or in a rank
+            return {}
+        else:
+            return {}
+    raise max(refusals.values(), key=len)[0]
 
 
 # ------------------------------------------------------------------------------------------------------- the race

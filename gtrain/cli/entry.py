@@ -32,6 +32,7 @@ from gtrain.cli import auto, explain, inherit, search, sweeps, verb_help
 from gtrain.cli.hydra_changes import ComposedOnce, with_lazy_help
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.launch import launchers
+from gtrain.launch.agent import preload
 from gtrain.launch.launchers.manual import Manual
 from gtrain.launch.request import JobRequest
 from gtrain.object_store import refuse_address
@@ -367,6 +368,7 @@ def _checked_launch(cfg: DictConfig, overrides: list[str]) -> Any:
     hydra_config = HydraConfig.get()
     typed = [key for key in map(config.key_of, overrides) if key not in _inherited]
     if cfg.verb == "plan":
+        preload()
         from gtrain.plan import command
 
         return command.run(cfg, overrides, hydra_config.runtime.choices.get("experiment"))

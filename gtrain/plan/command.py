@@ -9,6 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from gtrain.launch import launchers
+from gtrain.launch.templates import keep_templates_in_memory
 from gtrain.plan import table
 from gtrain.plan.rows import Plan, Planning
 
@@ -28,6 +29,7 @@ def run(cfg: DictConfig, overrides: Sequence[str], experiment: str | None = None
     """
     if not launchers.is_first():
         return
+    keep_templates_in_memory()
     plan, content = make(cfg, overrides, experiment)
     if cfg.plan.format == "json":
         print(content)

@@ -95,7 +95,7 @@ class EntitiesData(PyGData[EntitiesConfig]):
             raise DataError(f"{path} has no column {missing[0]!r}; it has {', '.join(table.column_names)}", hint=hint)
         if not len(table):
             raise DataError(f"{path} has no rows", hint=hint)
-        return table[columns[0]].to_pylist(), _labels(table[columns[1]].to_pylist())
+        return table[columns[0]].to_pylist(), [_label_of(field) for field in table[columns[1]].to_pylist()]
 
     def _label(
         self, data: Data, graph: RDFGraph, classes: dict[str, int], *tables: tuple[list[str], list[str | None]]
@@ -130,20 +130,27 @@ class EntitiesData(PyGData[EntitiesConfig]):
             data[name][rows[mask]] = True
 
 
-def _labels(fields: list[str]) -> list[str | None]:
-    """Return the labels of a table in a canonical spelling; None for rows without a label.
+def _label_of(field: str) -> str | None:
+    """Return a label in a canonical spelling: ``1``, ``1.0`` and ``+1`` are the same.
 
-    If every label is a number, ``1``, ``1.0`` and ``+1`` are the same label, and ``nan`` means no label, as in a column
-    that pandas reads. An empty field means no label.
+    None for an empty field and for ``nan``, which mean no label, as in a column that pandas reads.
     """
-    numbers: list[float] = []
-    for field in fields:
-        try:
-            numbers.append(float(field) if field.strip() else math.nan)
-        except ValueError:
-            return [field or None for field in fields]
-    # The sum turns -0.0 into 0.0.
-    return [None if math.isnan(number) else repr(number + 0.0).removesuffix(".0") for number in numbers]
+    text = field.strip()
+    if not text:
+        return None
+    if "_" in text:  # which Python reads in numbers
+        return field
+    try:
+        return str(int(text))
+    except ValueError:
+        pass
+    try:
+        number = float(text)
+    except ValueError:
+        return field
+    if math.isnan(number):
+        return None
+    return str(int(number)) if number.is_integer() else repr(number)
 
 
 def _order(label: str) -> tuple[bool, float, str]:

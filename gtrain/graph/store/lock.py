@@ -65,7 +65,7 @@ def _acquire(path: Path, say: Callable[[str], None]) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not waiting:
-                say(f"another process is preparing the store ({path}); waiting for it")
+                say(f"another process, or another rank of this job, is preparing the store ({path}); waiting for it")
             waiting = True
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         # The last holder has unlinked the file: a lock on an unlinked file excludes no process, so try again.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import forked
 import pytest
-from helpers import ok, show, summary
+from helpers import LIMIT, clean_environment, ok, show, summary
 
 SETTINGS = ("model=sage", "data.num_nodes=800", "data.num_edges=8000", "trainer.num_nodes=2", "logger=none")
 
@@ -49,6 +51,31 @@ def test_the_winner_of_a_race_goes_on_from_its_checkpoint(tmp_path: Path) -> Non
     words = "with equal scores" if len(set(scores.values())) == 1 else "the better score"
     assert words in result.stderr
     assert last["history"][0]["epoch"] == raced[best]["history"][-1]["epoch"] + 1
+
+
+def test_what_no_strategy_accepts_is_refused_before_data_are_read(tmp_path: Path) -> None:
+    for settings, message in (
+        (["ckpt_path=none.ckpt"], "none.ckpt was set; no such checkpoint exists"),
+        (["model.score=val/nope"], "the model does not log val/nope"),
+        (["model._target_=nosuchpackage.Net"], "No module named 'nosuchpackage'"),
+    ):
+        result = forked.gtrain("strategy=auto", *settings, cwd=tmp_path)
+        assert result.returncode == 1
+        assert message in result.stderr and "strategy=auto: " not in result.stderr
+        assert not (tmp_path / "data").exists()
+
+
+def test_a_plan_leaves_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    environment = {**clean_environment(), "TMPDIR": str(tmp_path / "tmp")}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    for settings in (["plan"], ["strategy=auto", "trainer.max_epochs=1"]):
+        small = ("data.num_nodes=100", "data.num_edges=300", "callbacks=none")
+        # A new interpreter, which imports torch and PyG itself.
+        command = [sys.executable, "-m", "gtrain", *settings, *small]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert not list((tmp_path / "tmp").iterdir())
 
 
 def test_auto_is_refused_for_other_verbs(tmp_path: Path) -> None:

@@ -109,8 +109,14 @@ def test_labels_that_are_numbers_are_compared_by_value(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"trainingSet\.tsv, line 2: the label '1' does not occur .* '1\.1', '10\.1'"):
         EntitiesData(name="mutag", root=write(tmp_path / "2", **tables)).read()
     names = {"complete": "a\t1.0\nb\tno\nc\t1.0\n", "training": "a\t1.0\nb\tno\n", "test": "c\t1\n"}
-    with pytest.raises(DataError, match=r"testSet\.tsv, line 2: the label '1' does not occur"):  # not all are numbers
-        EntitiesData(name="mutag", root=write(tmp_path / "3", **names)).read()
+    # Also beside other labels: 1 comes before "no".
+    assert EntitiesData(name="mutag", root=write(tmp_path / "3", **names)).read().y.tolist() == [0, 1, -1, -1, -1, 0]
+    large = {
+        "complete": "a\t9007199254740993\nb\t9007199254740992\nc\t1_0\n_\t10\n",
+        "training": "b\t9007199254740992\n",
+    }
+    large |= {"training": "a\t9007199254740993\nb\t9007199254740992.0\n", "test": "c\t1_0\n"}
+    assert EntitiesData(name="mutag", root=write(tmp_path / "5", **large)).read().y.tolist() == [3, 2, -1, -1, -1, 1]
     names = {"training": "a\tyes\nb\t\n"}
     with pytest.raises(DataError, match=r"trainingSet\.tsv, line 3: the entity 'http://x/b' has no label"):
         EntitiesData(name="mutag", root=write(tmp_path / "4", **names)).read()
