@@ -96,7 +96,7 @@ class BatchDrawing:
         first_part: whether seeds are those of part 0 alone.
         sharing: ranks that divide the seeds of a step by owner, of which the first draws; each owns a part.
         replace: whether neighbours are drawn with replacement.
-        disjoint: whether each seed has a neighbourhood of its own.
+        disjoint: whether each seed has a separate neighbourhood.
 
     Attributes:
         fan_out: by edge type.

@@ -74,7 +74,7 @@ def reason(layer: nn.Module) -> str | None:
     if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, nn.BatchNorm1d):
         return "only BatchNorm1d is synchronised over ranks"
     if isinstance(layer, nn.BatchNorm1d) and type(layer).forward is not nn.BatchNorm1d.forward:
-        return "it has a forward of its own, and only that of BatchNorm1d is synchronised over ranks"
+        return "it overrides forward, and only that of BatchNorm1d is synchronised over ranks"
     if type(layer).__module__.startswith("torch_geometric.nn.pool"):
         return "pooling selects among all nodes of the graph, of which a rank has only a part"
     if type(layer).__module__.startswith("torch_geometric.nn.attention"):

@@ -279,7 +279,7 @@ class OwnPropagate(MessagePassing):
         (lambda: ChebConv(4, 4, 2), "Laplacian"),
         (lambda: GCNConv(4, 4, flow="target_to_source"), "flow='target_to_source'"),
         (lambda: OwnPropagate(), "overrides propagate"),
-        (lambda: Doubled(4), "a forward of its own"),
+        (lambda: Doubled(4), "it overrides forward"),
         (lambda: DynamicEdgeConv(mlp(4), 3), "searches neighbours among the input nodes"),
         (lambda: XConv(4, 4, 3, 5), "searches neighbours among the input nodes"),
     ],
