@@ -150,7 +150,7 @@ def _to_dense_batch(layer: Aggregation, largest: int, *args: Any, **kwargs: Any)
 
 
 def is_order_independent(conv: MessagePassing) -> bool:
-    """Whether the aggregation is the same in any order of edges; a recurrent one is not, a custom one counts as such."""
+    """Whether the aggregation is the same in any order of edges: recurrent ones are not, custom ones count as such."""
     if conv.aggr_module is None:
         return True
     aggregations = [layer for layer in conv.aggr_module.modules() if isinstance(layer, Aggregation)]
