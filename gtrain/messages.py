@@ -97,7 +97,12 @@ def _unknown_key(error: Any, causes: Sequence[BaseException], arguments: Sequenc
         meant = " or ".join(f"{group}.{setting.lstrip('+~')}" for group in groups)
         return f"{setting} was set; the configuration has no key {full_key}.\nHINT: did you mean {meant}?"
     options = sorted(str(k) for k in parent) if isinstance(parent, DictConfig) else []
-    return str(_unknown(full_key, setting, options))
+    unknown = _unknown(full_key, setting, options)
+    group, _, key = full_key.rpartition(".")
+    if group and isinstance(parent, DictConfig) and (inner := _holders(key, parent)):
+        meant = " or ".join(setting.replace(full_key, f"{group}.{name}.{key}", 1) for name in inner)
+        unknown = ConfigError(unknown.message, hint=f"did you mean {meant}?")
+    return str(unknown)
 
 
 def unknown_key(cfg: DictConfig, full_key: str, value: Any) -> ConfigError:
@@ -141,9 +146,13 @@ def strategies_with(key: str) -> list[str]:
 
 def groups_with(key: str, cfg: DictConfig) -> list[str]:
     """Return where a configuration has a key that was written without its group: ``model.optimizer`` for ``lr``."""
+    return [group for group in _holders(key, cfg) if group.partition(".")[0] in _SETTINGS]
+
+
+def _holders(key: str, cfg: DictConfig) -> list[str]:
+    """Return the groups in a configuration, at any depth, that have a key."""
     content = OmegaConf.to_container(cfg, resolve=False)
-    found = [name.rpartition(".")[0] for name, _ in nested(content) if name.endswith(f".{key}")]
-    return [group for group in found if group.partition(".")[0] in _SETTINGS]
+    return [name.rpartition(".")[0] for name, _ in nested(content) if name.endswith(f".{key}")]
 
 
 def _setting(key: str, arguments: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from gtrain.nn import Csr, select_rows
 
 _TRANSFORMED = 1 << 20
 """Numbers of candidates transformed for a relation at a time, so that a block is never copied whole."""
-_PAIRED = 1 << 22
+_PAIRED = 1 << 20
 """Numbers of queries, or of candidates, that are copied to compare pairs."""
 
 EntityBlocks = Callable[[], Iterator[tuple[Tensor, Tensor]]]
