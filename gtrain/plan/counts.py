@@ -79,21 +79,35 @@ class Parts:
     @cached_property
     def halo(self) -> list[float]:
         """Distinct remote nodes that a part's edges read."""
-        return self.reads.sums if isinstance(self.reads, EvenMatrix) else [sum(row) for row in self.reads]
+        return _row_sums(self.reads)
 
     @cached_property
     def served(self) -> list[float]:
         """Rows that a part sends to its readers for one exchange."""
-        if isinstance(self.reads, EvenMatrix):
-            return self.reads.sums
-        return [sum(row[p] for row in self.reads) for p in range(len(self))]
+        return _column_sums(self.reads)
 
     @cached_property
-    def remote_targets(self) -> Sequence[Sequence[float]]:
-        """``targets`` without the own part, whose entry is 0."""
-        if isinstance(self.targets, EvenMatrix):
-            return self.targets
-        return [[0 if p == q else count for q, count in enumerate(row)] for p, row in enumerate(self.targets)]
+    def sent_targets(self) -> list[float]:
+        """Entries of ``targets`` for other parts, summed over the owners of the sources."""
+        return [total - own for total, own in zip(_row_sums(self.targets), self._own_targets, strict=True)]
+
+    @cached_property
+    def received_targets(self) -> list[float]:
+        """Entries of ``targets`` for other parts, summed over the owners of the targets."""
+        return [total - own for total, own in zip(_column_sums(self.targets), self._own_targets, strict=True)]
+
+    @property
+    def _own_targets(self) -> list[float]:
+        even = isinstance(self.targets, EvenMatrix)
+        return [0.0 if even else self.targets[part][part] for part in range(len(self))]
+
+
+def _row_sums(matrix: Sequence[Sequence[float]]) -> list[float]:
+    return matrix.sums if isinstance(matrix, EvenMatrix) else [sum(row) for row in matrix]
+
+
+def _column_sums(matrix: Sequence[Sequence[float]]) -> list[float]:
+    return matrix.sums if isinstance(matrix, EvenMatrix) else [sum(column) for column in zip(*matrix, strict=True)]
 
 
 def count_parts(store: Store) -> Parts:

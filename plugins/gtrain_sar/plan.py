@@ -163,17 +163,16 @@ def _add_attention_bytes(
         SENT, f"rows and logits of layer {number}", "served * (width * item + heads * number)",
         served=served, width=layer.width, heads=layer.heads, item=item, number=number_bytes,
     )  # fmt: skip
-    targets = parts.remote_targets
-    over_halo = sum(map(sum, targets)) / max(sum(parts.halo), 1)
+    over_halo = sum(parts.sent_targets) / max(sum(parts.halo), 1)
     if over_halo <= (2 if mode == 1 else 1):
         estimate.add(
             SENT, f"gradients of targets of layer {number}", "targets * (width * item + scalars * heads * number)",
-            targets=sum(targets[rank]), width=layer.width, scalars=_SCALARS, heads=layer.heads, item=item,
+            targets=parts.sent_targets[rank], width=layer.width, scalars=_SCALARS, heads=layer.heads, item=item,
             number=number_bytes,
         )  # fmt: skip
         estimate.add(
             SENT, f"answers to targets of layer {number}", "answered * scalars * heads * number",
-            answered=sum(row[rank] for row in targets), scalars=_ANSWERED, heads=layer.heads, number=number_bytes,
+            answered=parts.received_targets[rank], scalars=_ANSWERED, heads=layer.heads, number=number_bytes,
         )  # fmt: skip
         return
     if mode == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,9 +174,13 @@ def test_even_parts_have_the_sums_of_their_matrices() -> None:
     parts = assume_parts(1000, 10000, 600, 4, 0.25)
     assert parts.halo == pytest.approx([sum(row) for row in parts.reads])
     assert parts.served == pytest.approx([sum(row[p] for row in parts.reads) for p in range(4)])
-    assert [row[p] for p, row in enumerate(parts.remote_targets)] == [0] * 4
+    assert parts.sent_targets == pytest.approx([sum(row) for row in parts.targets])
+    assert parts.received_targets == pytest.approx([sum(row[p] for row in parts.targets) for p in range(4)])
+    counted = replace(parts, targets=[[5, 1, 2], [3, 6, 4], [7, 8, 9]], nodes=[1.0] * 3)
+    assert counted.sent_targets == [3, 7, 15] and counted.received_targets == [10, 9, 6]
     # Those of many ranks would not fit into memory.
     many = assume_parts(1e9, 1e10, 600, 1 << 17, 0.25)
+    assert len(many.sent_targets) == len(many.received_targets) == 1 << 17
     assert len(many.halo) == len(many.served) == 1 << 17 and many.halo[0] == many.served[0] > 0
 
 
