@@ -65,6 +65,7 @@ def test_what_no_strategy_accepts_is_refused_before_data_are_read(tmp_path: Path
         assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     environment = {**clean_environment(), "TMPDIR": str(tmp_path / "tmp")}
