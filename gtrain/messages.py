@@ -97,12 +97,9 @@ def _unknown_key(error: Any, causes: Sequence[BaseException], arguments: Sequenc
         meant = " or ".join(f"{group}.{setting.lstrip('+~')}" for group in groups)
         return f"{setting} was set; the configuration has no key {full_key}.\nHINT: did you mean {meant}?"
     options = sorted(str(k) for k in parent) if isinstance(parent, DictConfig) else []
-    unknown = _unknown(full_key, setting, options)
     group, _, key = full_key.rpartition(".")
-    if group and isinstance(parent, DictConfig) and (inner := _holders(key, parent)):
-        meant = " or ".join(setting.replace(full_key, f"{group}.{name}.{key}", 1) for name in inner)
-        unknown = ConfigError(unknown.message, hint=f"did you mean {meant}?")
-    return str(unknown)
+    inner = _holders(key, parent) if group and isinstance(parent, DictConfig) else []
+    return str(_unknown(full_key, setting, options, [f"{group}.{name}.{key}" for name in inner]))
 
 
 def unknown_key(cfg: DictConfig, full_key: str, value: Any) -> ConfigError:
@@ -117,7 +114,8 @@ def unknown_key_of(full_key: str, value: Any, options: Sequence[str]) -> ConfigE
     return _unknown(full_key, f"{full_key}={as_typed(value)}", options)
 
 
-def _unknown(full_key: str, setting: str, options: Sequence[str]) -> ConfigError:
+def _unknown(full_key: str, setting: str, options: Sequence[str], whole_keys: Sequence[str] = ()) -> ConfigError:
+    """Return the error for an unknown key; ``whole_keys`` are those of the same name deeper in its group."""
     group, _, key = full_key.rpartition(".")
     problem = f"{setting} was set; {group or 'the configuration'} has no key {key}"
     if names := strategies_with(full_key):
@@ -125,6 +123,9 @@ def _unknown(full_key: str, setting: str, options: Sequence[str]) -> ConfigError
         return ConfigError(f"{problem} here.", hint=f"{full_key} is a setting of {owners}.")
     keys = f"; its keys are {', '.join(options)}" if options else ""
     is_open = group.partition(".")[0] in OPEN_GROUPS
+    if whole_keys:
+        meant = " or ".join(setting.replace(full_key, whole, 1) for whole in whole_keys)
+        return ConfigError(f"{problem}{keys}.", hint=f"did you mean {meant}?")
     advice = f"a plus sign adds a new key: +{setting}" if is_open else "gtrain --cfg job shows every key."
     return ConfigError(f"{problem}{keys}.", hint=did_you_mean(key, options) or advice)
 

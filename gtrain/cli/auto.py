@@ -23,7 +23,7 @@ from gtrain import backends, config, targets
 from gtrain.errors import ConfigError, GtrainError, restored
 from gtrain.launch import launchers, slot
 from gtrain.launch.agent import preload
-from gtrain.launch.children import die_with_parent, fork_with_pipe
+from gtrain.launch.children import die_with_parent, fork_with_pipe, silence
 from gtrain.launch.request import PREFLIGHT
 from gtrain.launch.templates import keep_templates_in_memory
 from gtrain.plan import compose
@@ -215,9 +215,7 @@ def _checked(
 ) -> dict[str, Any]:
     """Run the preflight checks with one strategy after another, until one passes; raise the most frequent error."""
     check = importlib.import_module(PREFLIGHT).check
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 1)
-    os.dup2(silent, 2)
+    silence()
     refusals: dict[str, list[GtrainError]] = {}
     for name in backends.usable():
         try:

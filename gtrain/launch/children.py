@@ -226,6 +226,13 @@ def fork(spec: ProcessSpec, context: Callable[[int], JobContext], to_close: Iter
     return Child(spec, pid, os.pidfd_open(pid), read_end, restarts)
 
 
+def silence() -> None:
+    """Discard what this process prints."""
+    discarded = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(discarded, 1)
+    os.dup2(discarded, 2)
+
+
 def fork_with_pipe(run: Callable[[int], object]) -> tuple[int, int]:
     """Fork a process that calls ``run`` with the write end of a pipe; ``run`` ends the process.
 

@@ -27,7 +27,7 @@ from gtrain.backends import RolePlan
 from gtrain.errors import ConfigError, GtrainError, PeerLostError, RankFailedError, restored
 from gtrain.launch import slot
 from gtrain.launch.agent import preload
-from gtrain.launch.children import die_with_parent, fork_with_pipe
+from gtrain.launch.children import die_with_parent, fork_with_pipe, silence
 from gtrain.launch.sockets import wait_readable
 from gtrain.launch.templates import keep_templates_in_memory
 from gtrain.record import events
@@ -197,9 +197,7 @@ def _run_preflight(
     """Run the checks and report a refusal; any other error occurs again in a rank, which has a log."""
     try:
         die_with_parent(parent)
-        silent = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silent, 1)
-        os.dup2(silent, 2)
+        silence()
         keep_templates_in_memory()
         typed = [config.key_of(override) for override in overrides]
         importlib.import_module(PREFLIGHT).check(config.plain(cfg), choices, typed)

@@ -202,13 +202,22 @@ def add_memory(estimate: Estimate, run: PlannedRun, nodes: float, edges: float) 
         )
 
 
+def check_layer(layer: Layer) -> None:
+    """Refuse a convolution without a formula.
+
+    Raises:
+        NotEstimated: it is one.
+    """
+    if layer.kind == OTHER:
+        raise NotEstimated(f"no formula covers {layer.name}")
+
+
 def add_layer_memory(
     estimate: Estimate, run: PlannedRun, number: int, layer: Layer, nodes: float, edges: float
 ) -> None:
     """Add what a layer of ``nodes`` rows and ``edges`` keeps for the backward pass."""
     work = run.workload
-    if layer.kind == OTHER:
-        raise NotEstimated(f"no formula covers {layer.name}")
+    check_layer(layer)
     if layer.kind in (RELATIONAL, IDS):
         # Rows of pairs of relation and node, of which there are at most as many as edges, and their gradients.
         width = layer.outputs if layer.kind == IDS else layer.inputs + layer.outputs
@@ -235,7 +244,7 @@ def add_layer_memory(
 
 
 def hidden_columns(work: Workload) -> dict[str, float]:
-    """Return, for formulas of models without convolutions, the columns of hidden layers and their copies at the peak.
+    """Return the columns of hidden layers of a model without convolutions, and their copies at the peak, by name.
 
     Dropout keeps its result, and a mask, beside the result of the activation, whose gradient comes after its own.
     """

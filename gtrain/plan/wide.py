@@ -5,11 +5,12 @@ from __future__ import annotations
 from math import ceil, expm1
 from typing import Any
 
+from gtrain.model import kinds
 from gtrain.plan import layers
 from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, MEMORY, OVERHEAD, Estimate, NotEstimated, PlannedRun
 from gtrain.plan.workload import WideTable, Workload
 
-SPARSE, EMBEDDING = "sparse", "embedding"
+EMBEDDING, SPARSE = kinds.EMBEDDING, kinds.SPARSE
 ENTRY_PASSES = 8
 """Reads and writes of an entry's id while rows are chosen, sorted and grouped."""
 SORTED_BYTES = 40

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gtrain.plan import batch_layers, layers, wide
 from gtrain.plan.batches import MeanBatch
-from gtrain.plan.estimate import BANDWIDTH, MEMORY, SERVER_MEMORY, Estimate, NotEstimated, PlannedRun
-from gtrain.plan.workload import OTHER, WideTable
+from gtrain.plan.estimate import BANDWIDTH, MEMORY, SERVER_MEMORY, Estimate, PlannedRun
+from gtrain.plan.workload import WideTable
 from gtrain_ps.costs import Load, Plan
 from gtrain_ps.plan_batches import EpochBatches, epoch_batches
 from gtrain_ps.plan_products import (
@@ -33,8 +33,7 @@ def add_sampled(estimate: Estimate, run: PlannedRun, wire: Wire) -> None:
         NotEstimated: no formula covers a layer.
     """
     for layer in run.workload.layers:
-        if layer.kind == OTHER:
-            raise NotEstimated(f"no formula covers {layer.name}")
+        layers.check_layer(layer)
     work, batches = run.workload, epoch_batches(run)
     batch, steps = batches.full.graph, batches.steps
     if work.store is None:

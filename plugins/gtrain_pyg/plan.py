@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil
 from typing import Any, ClassVar
 
 from gtrain.plan import batch_layers, layers, typed_layers, wide
 from gtrain.plan.batches import fan_out_of
 from gtrain.plan.estimate import MEMORY, NETWORK, SENT, Estimate, NotEstimated, PlannedRun, Planner
-from gtrain.plan.workload import OTHER
 from gtrain_pyg.plan_batches import RankBatch, hosted_parts, mean_batch, requests_rows
 
 _HIDDEN = 0.8  # of the transfers, which are a batch ahead
@@ -26,7 +24,7 @@ class PygPlanner(Planner):
         work, data = run.workload, run.config["data"]
         _check_layers(run)
         seeds = min(data["batch_size"] or work.num_seeds, work.num_seeds)
-        steps = max(ceil(work.num_seeds / max(seeds, 1)), 1)
+        steps = wide.steps_of(run)
         batch = mean_batch(run, seeds / run.ranks, fan_out_of(run), steps)
         estimate = Estimate(hidden=_HIDDEN)
         if work.store is None:
@@ -110,5 +108,4 @@ def _check_layers(run: PlannedRun) -> None:
     elif not work.layers:
         raise NotEstimated("no formula covers models without message passing")
     for layer in work.layers:
-        if layer.kind == OTHER:
-            raise NotEstimated(f"no formula covers {layer.name}")
+        layers.check_layer(layer)

@@ -12,7 +12,7 @@ from typing import Any
 from gtrain.plan import layers, typed_layers, wide
 from gtrain.plan.counts import Parts
 from gtrain.plan.estimate import BANDWIDTH, MEMORY, NETWORK, SENT, Estimate, NotEstimated, PlannedRun, Planner
-from gtrain.plan.workload import ATTENTION, IDS, OTHER, Layer
+from gtrain.plan.workload import ATTENTION, IDS, Layer
 from gtrain_sar.config import MODES
 
 _HIDDEN = 0.65  # of the computation behind transfers, measured: docs/benchmarks.md
@@ -125,8 +125,7 @@ def _add_bytes(estimate: Estimate, run: PlannedRun, parts: Parts, rank: int, num
     if layer.kind == ATTENTION:
         _add_attention_bytes(estimate, run, parts, rank, number, layer)
         return
-    if layer.kind == OTHER:
-        raise NotEstimated(f"no formula covers {layer.name}")
+    layers.check_layer(layer)
     if layer.kind == IDS:
         estimate.add(
             SENT,

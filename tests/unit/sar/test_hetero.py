@@ -216,9 +216,9 @@ def test_aggregations_that_read_edges_in_order_run_one_by_one(sharing: Setting, 
     sorted_edges = {kind: index[:, index[1].argsort(stable=True)] for kind, index in ascending.items()}
     expected = net(batch.x_dict, sorted_edges)["paper"]
     sharing.patcher.install(net)
-    found = net(batch.x_dict, edges)["paper"]
+    out = net(batch.x_dict, edges)["paper"]
     sharing.patcher.uninstall()
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
 class OwnAggregate(MessagePassing):

@@ -428,9 +428,9 @@ def test_a_model_that_writes_into_its_input_leaves_nothing_behind(make: Any) -> 
     for _ in range(4):
         x.mul_(1.5)
         weight.mul_(0.5)
-        found = conv(x, edge_index, weight)
+        out = conv(x, edge_index, weight)
         results = patcher.constants._results
         kept.append((len(results), sum(map(len, results.values()))))
     patcher.uninstall()
     assert kept[0][1] == 1 and len(set(kept)) == 1
-    torch.testing.assert_close(found, conv(x, edge_index, weight), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(out, conv(x, edge_index, weight), rtol=1e-10, atol=1e-10)
