@@ -50,6 +50,11 @@ class Message:
     fields: dict[str, Any] = field(default_factory=dict)
     tensors: list[Tensor] = field(default_factory=list)
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensors in bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
 
 def to_frames(tensors: Sequence[Tensor], limits: Limits) -> tuple[list[TensorSpec], list[memoryview]]:
     """Return the specs and the memory of tensors, in order; the memory views keep the tensors alive.

@@ -16,6 +16,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from gtrain.graph.store.manifest import EdgeType, edge_key
 from gtrain.launch.sockets import Listener, listen_here, listen_tcp, own_address
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
-from gtrain.wire import Client, DeadlineError, Message, Security, Server, SharedTensors
+from gtrain.wire import Caller, Client, DeadlineError, Message, Security, Server, SharedTensors
 from gtrain.wire.shared import SharedDirectory
 
 Array = NDArray[Any]
@@ -38,6 +39,8 @@ NodeOrEdgeType = str | EdgeType
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
+_COUNTED = "gtrain.counted"
+"""Field of a request that is made while its rank records."""
 Handler = Callable[[Message], Message]
 
 
@@ -264,7 +267,8 @@ class Peers:
         self._clients: dict[int, Client] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._traffic_before: tuple[int, int] | None = None
+        self._counted: WeakSet[Future[Message]] = WeakSet()  # replies to come that are counted
+        self._sent = self._received = 0  # bytes that the counters do not have yet
         if counters is not None:
             counters.meters.append(self)
 
@@ -274,7 +278,16 @@ class Peers:
         The requesting rank raises the handler's exceptions. The tensors of a reply must not be written to while
         anything refers to them.
         """
-        self._handlers[name] = lambda message, caller: handler(message)
+
+        def answer(message: Message, caller: Caller) -> Message:
+            counted = message.fields.pop(_COUNTED, False) is True
+            received = message.nbytes
+            reply = handler(message)
+            if counted:
+                self._count(reply.nbytes, received)
+            return reply
+
+        self._handlers[name] = answer
 
     def open(self) -> None:
         """Start this rank's server and exchange addresses; collective, once."""
@@ -305,7 +318,13 @@ class Peers:
             fields: small values; see :class:`gtrain.wire.Message`.
             tensors: not to be written to until the future is done.
         """
-        return self._client(part).submit(method, fields, tensors)
+        client = self._client(part)
+        if self._counters is None or not self._counters.recording:
+            return client.submit(method, fields, tensors)
+        reply = client.submit(method, {**(fields or {}), _COUNTED: True}, tensors)
+        self._count(Message({}, list(tensors)).nbytes, 0)
+        self._counted.add(reply)
+        return reply
 
     def wait(self, part: int, reply: Future[Message]) -> Message:
         """Wait for the reply to a :meth:`request` to the owner of a part, and count the time.
@@ -332,7 +351,11 @@ class Peers:
                 if self._counters is not None:
                     with self._lock:
                         self._counters.waited(start, start)
-        return reply.result()
+        message = reply.result()
+        if reply in self._counted:
+            self._counted.discard(reply)
+            self._count(0, message.nbytes)
+        return message
 
     def close(self) -> None:
         """Close all connections; pending requests raise. Idempotent, and safe after other ranks have died."""
@@ -346,24 +369,23 @@ class Peers:
     # ------------------------------------------------------------------------------------------ a meter of Counters
 
     def start(self) -> None:
-        """Remember the traffic before training resumes."""
-        self._traffic_before = self.traffic()
+        """Nothing: each request says whether it is counted."""
 
     def stop(self) -> None:
-        """Count the traffic since :meth:`start`: requests and replies, as a client and as a server."""
-        assert self._counters is not None
-        if self._traffic_before is not None:
-            sent, received = self.traffic()
-            self._counters.bytes_sent += sent - self._traffic_before[0]
-            self._counters.bytes_received += received - self._traffic_before[1]
-        self._traffic_before = None
+        """Add the tensors of requests that were made while recording, and of their replies, to the counters.
 
-    def traffic(self) -> tuple[int, int]:
-        """Return the bytes sent and received since :meth:`open`, as a client and as a server."""
-        counters = [client.counters for client in list(self._clients.values())]
-        if self._server is not None:
-            counters.append(self._server.counters)
-        return sum(each.bytes_sent for each in counters), sum(each.bytes_received for each in counters)
+        The owner of a part counts a request as the rank that made it does: ranks start and stop at different moments.
+        """
+        assert self._counters is not None
+        with self._lock:
+            self._counters.bytes_sent += self._sent
+            self._counters.bytes_received += self._received
+            self._sent = self._received = 0
+
+    def _count(self, sent: int, received: int) -> None:
+        with self._lock:
+            self._sent += sent
+            self._received += received
 
     def _client(self, part: int) -> Client:
         # Without the lock first: nearly every request takes this path.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import LIMIT, until
+from helpers import LIMIT
 from pyg_jobs import Rank, job_of, samplers, together
 from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import Data
@@ -88,13 +88,14 @@ def test_what_is_hosted_or_copied_is_not_asked_for(
             assert len(asked) == requests
 
 
-def test_traffic_is_counted_on_both_sides_while_recording(tmp_path: Path) -> None:
+def test_both_sides_count_the_requests_that_are_made_while_their_rank_records(tmp_path: Path) -> None:
+    """The owner counts what is requested of it at any time: it may start to record later, and stop earlier."""
     store, counters = split(tmp_path), [Counters(), Counters()]
     waiting = threading.Event()
 
     def echo(message: Message) -> Message:
-        assert waiting.wait(LIMIT)
-        return Message({}, [message.tensors[0].clone()])
+        assert not message.fields and waiting.wait(LIMIT)
+        return Message({}, [message.tensors[0].repeat(2)])
 
     def make(group: Any) -> Peers:
         peers = Peers(group, detect_hosting(group, "tcp"), counters=counters[group.rank])
@@ -102,39 +103,45 @@ def test_traffic_is_counted_on_both_sides_while_recording(tmp_path: Path) -> Non
         peers.open()
         return peers
 
-    class Reply:
-        """A reply that the server sends once rank 0 waits for it."""
+    class Reply(Future[Message]):
+        """A reply that the server sends once its rank waits for it."""
 
-        def __init__(self) -> None:
-            self.future = made[0].request(1, "echo", {}, [torch.zeros(1000)])
+        def __init__(self, reply: Future[Message]) -> None:
+            self.reply = reply
 
         def done(self) -> bool:
-            return self.future.done()
+            return self.reply.done()
 
-        def exception(self, seconds: float) -> BaseException | None:
+        def exception(self, timeout: float | None = None) -> BaseException | None:
             waiting.set()
-            return self.future.exception(LIMIT)
+            return self.reply.exception(LIMIT)
 
-        def result(self) -> Message:
-            return self.future.result()
+        def result(self, timeout: float | None = None) -> Message:
+            return self.reply.result()
 
-    def both_sides_agree() -> bool:
-        return made[0].traffic() == made[1].traffic()[::-1]  # the server counts a reply after it has sent it
+        def __eq__(self, other: object) -> bool:
+            return other is self.reply
+
+        def __hash__(self) -> int:
+            return hash(self.reply)
+
+    def exchange(rank: int) -> None:
+        made[rank].wait(1 - rank, Reply(made[rank].request(1 - rank, "echo", {}, [torch.zeros(1000)])))
 
     made = together(store.num_parts, make)
-    made[0].wait(1, Reply())
-    until(both_sides_agree, tmp_path)
+    exchange(0)  # no rank records
     waiting.clear()
-    for counter in counters:
-        counter.start()
-    made[0].wait(1, Reply())
-    until(both_sides_agree, tmp_path)
-    for counter in counters:
-        counter.stop()
+    counters[0].start()
+    exchange(0)
+    exchange(1)  # rank 1 does not record
+    counters[0].stop()
+    counters[1].start()
+    exchange(0)
+    counters[1].stop()
     for peers in made:
         peers.close()
-    for counter in counters:
-        assert 4000 < counter.bytes_sent < 4500 and 4000 < counter.bytes_received < 4500
+    assert (counters[0].bytes_sent, counters[0].bytes_received) == (4000, 8000)
+    assert (counters[1].bytes_sent, counters[1].bytes_received) == (8000, 4000)
     assert counters[0].wait_seconds > 0 and counters[1].wait_seconds == 0
 
 
