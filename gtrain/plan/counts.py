@@ -19,6 +19,7 @@ from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import EdgeType, edge_key
 
 EDGES_AT_ONCE = 1 << 24
+_CERTAIN = 1e9  # an exponent that stands for infinity, which times 0 would be NaN
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,68 @@ def count_queries(store: Store) -> int:
         for ends, found in zip((source, target), keys, strict=True):
             found.append(relation * store.num_nodes + ends)
     return sum(len(torch.cat(found).unique()) for found in keys)
+
+
+def distinct(entries: float, rows: float) -> float:
+    """Return the expected number of distinct ids among entries that are drawn evenly from the rows of a table."""
+    return -rows * math.expm1(-entries / rows) if rows else 0.0
+
+
+@dataclass(frozen=True)
+class Uses:
+    """How often each of several rows is used: columns of sparse features by nodes, or nodes by edges.
+
+    Attributes:
+        times: float64, the different numbers of nodes, or edges, that use a row.
+        rows: int64, for each of these the rows that are used as often.
+        total: all nodes, or edges.
+    """
+
+    times: Tensor
+    rows: Tensor
+    total: int
+
+    @classmethod
+    def of(cls, counts: Tensor, total: int, scale: float = 1.0) -> Uses:
+        """Return the uses of rows, given the ``scale``-th part of those of each row as int64."""
+        times, rows = counts.unique(return_counts=True)
+        return cls(times * scale, rows, total)
+
+    def distinct(self, drawn: float, others: float = 0.0) -> float:
+        """Return the expected number of rows that are used.
+
+        Args:
+            drawn: nodes, or edges, that are drawn at random, each at most once.
+            others: further uses, each of a row drawn at random.
+        """
+        share = min(drawn / max(self.total, 1), 1.0)
+        missed = math.log1p(-share) if share < 1 else -_CERTAIN
+        exponents = self.times * missed - others / max(int(self.rows.sum()), 1)
+        return float(-(exponents.expm1() * self.rows).sum())
+
+
+def count_columns(store: Store) -> list[Uses]:
+    """Count the entries in each column of the sparse features of each node type, of many by a part of them."""
+    uses = []
+    for name, spec in store.manifest.node_types.items():
+        if "x" in spec.tensors and spec.tensors["x"].nnz:
+            num_nodes, num_columns = spec.tensors["x"].shape
+            counts, limit = torch.zeros(num_columns, dtype=torch.int64), EDGES_AT_ONCE // store.num_parts
+            for part in range(store.num_parts):
+                ids = store.node("x", part, name).col_indices()[:limit]
+                counts += torch.bincount(ids, minlength=num_columns)
+            uses.append(Uses.of(counts, num_nodes, spec.tensors["x"].nnz / int(counts.sum())))
+    return uses
+
+
+def count_ends(store: Store) -> Uses:
+    """Count the edges that start or end at each node of a homogeneous graph; a loop counts twice."""
+    ends = torch.zeros(store.num_nodes, dtype=torch.int64)
+    for part in range(store.num_parts):
+        ends[int(store.offsets[part]) : int(store.offsets[part + 1])] += store.edge("indptr", part).diff()
+        for sources in store.edge("indices", part).split(EDGES_AT_ONCE):
+            ends += torch.bincount(sources, minlength=len(ends))
+    return Uses.of(ends, store.num_edges)
 
 
 def count_parts_by_type(store: Store) -> dict[str, Parts]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil, expm1
+from math import ceil
 from typing import Any
 
 from gtrain.model import kinds
@@ -24,11 +24,6 @@ def steps_of(run: PlannedRun) -> int:
     """Return the optimizer steps of an epoch."""
     batch = run.config["data"]["batch_size"]
     return 1 if batch is None else max(ceil(run.workload.num_seeds / batch), 1)
-
-
-def distinct(entries: float, rows: float) -> float:
-    """Return the expected number of distinct ids among entries that are drawn evenly from the rows of a table."""
-    return -rows * expm1(-entries / rows) if rows else 0.0
 
 
 def largest(work: Workload) -> WideTable:
@@ -63,7 +58,7 @@ def add_sparse_rows(estimate: Estimate, run: PlannedRun, table: WideTable, seeds
     )  # fmt: skip
     estimate.add(
         BANDWIDTH, "update of the rows that a step reads", "2 * updates * dim * (1 + states) * item / gather",
-        updates=steps * distinct(entries / steps, table.rows * share), dim=table.dim, states=work.table_states,
+        updates=steps * share * work.columns_read(seeds / steps), dim=table.dim, states=work.table_states,
         item=work.item, gather=run.gather,
     )  # fmt: skip
 

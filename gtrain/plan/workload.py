@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,13 +20,17 @@ from gtrain.nn import Table, tables
 from gtrain.nn.relational import IdRGCNConv
 from gtrain.plan.counts import (
     Parts,
+    Uses,
     assume_parts,
     assume_parts_by_type,
+    count_columns,
+    count_ends,
     count_parts,
     count_parts_by_type,
     count_queries,
     count_ranges,
     count_sources,
+    distinct,
 )
 from gtrain.plan.typed import TypedLayer, typed_layers
 
@@ -249,6 +254,35 @@ class Workload:
             sizes = self.store.num_nodes_of(source), self.store.num_edges_of(edge_type)
             reads = assume_parts(*sizes, 0, count, self.cut_share).reads
         return Ends(replace(by_type[source], reads=reads), by_type[target], source == target)
+
+    def columns_read(self, rows: float) -> float:
+        """Return the expected number of columns that the sparse features of nodes drawn at random have entries in."""
+        if self.store is None:
+            entries = rows * (self.entries or self.num_features)
+            return distinct(entries, self.num_features)
+        return sum(uses.distinct(rows / max(self.num_nodes, 1) * uses.total) for uses in self._columns)
+
+    def nodes_read(self, table: WideTable, edges: float, others: float) -> float:
+        """Return the expected number of rows of a table that edges drawn at random read.
+
+        Args:
+            table: by node; of several node types each is taken to be read as often as it has rows.
+            edges: of which both ends are read.
+            others: further nodes, each drawn at random.
+        """
+        if self._ends is not None:
+            return self._ends.distinct(edges, others)
+        share = table.rows / max(sum(each.rows for each in self.tables), 1)
+        return distinct((2 * edges + others) * share, table.rows)
+
+    @cached_property
+    def _columns(self) -> list[Uses]:
+        return count_columns(self.store) if self.store is not None else []
+
+    @cached_property
+    def _ends(self) -> Uses | None:
+        one_type = self.store is not None and not self.store.is_hetero and len(self.tables) == 1
+        return count_ends(self.store) if self.store is not None and one_type else None
 
     @property
     def feature_bytes(self) -> float:

@@ -130,7 +130,7 @@ class PsPlanner(Planner):
         """Add what rows of sparse features cost."""
         work, steps, table = run.workload, wide.steps_of(run), run.workload.tables[0]
         entries = seeds * (work.entries or work.num_features)
-        load = Load(entries / steps, wide.distinct(entries / steps, table.rows), seeds / steps)
+        load = Load(entries / steps, work.columns_read(seeds / steps), seeds / steps)
         plan = chosen_plan(run, table, load, wire)
         add_product_bytes(estimate, plan, load, steps, wire, table.dim)
         estimate.add(
@@ -161,13 +161,10 @@ class PsPlanner(Planner):
         work, steps = run.workload, wide.steps_of(run)
         if work.kind != wide.EMBEDDING:
             raise NotEstimated("no formula covers this model")
-        total = sum(table.rows for table in work.tables)
         _, drawn = wide.negatives(dict(run.config), wide.largest(work).rows)
         sides = int(run.config["model"]["head_negs"]) + int(run.config["model"]["tail_negs"])
-        reads = (2 + sides * drawn) * edges / steps
         for table in work.tables:
-            # Types are assumed to be read as often as they have rows.
-            rows = wide.distinct(reads * table.rows / max(total, 1), table.rows)
+            rows = work.nodes_read(table, edges / steps, sides * drawn * edges / steps)
             estimate.add(
                 SENT, f"ids and gradients of rows of {table.name}", "steps * distinct * (8 + number * dim)",
                 steps=steps, distinct=table.rows if run.config["model"]["all_negs"] else rows, number=number,

@@ -121,4 +121,4 @@ def _expected_load(run: PlannedRun, batch: MeanBatch) -> Load:
     work = run.workload
     rows = sum(counts[-1] for counts in batch.nodes.values())
     entries = rows * (work.entries or work.num_features)
-    return Load(entries, wide.distinct(entries, work.num_features), rows)
+    return Load(entries, work.columns_read(rows), rows)

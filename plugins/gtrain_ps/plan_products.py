@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gtrain.plan import wide
 from gtrain.plan.estimate import SENT, SERVER_MEMORY, Estimate, PlannedRun
 from gtrain.plan.workload import WideTable
 from gtrain_ps.costs import Load, Plan, allowed_plans, cheapest
@@ -46,12 +45,11 @@ def graph_load(run: PlannedRun) -> Load:
     work = run.workload
     if work.store is None:
         entries = work.num_nodes * (work.entries or work.num_features)
-        return Load(entries, wide.distinct(entries, work.num_features), work.num_nodes)
+        return Load(entries, work.columns_read(work.num_nodes), work.num_nodes)
     specs = [spec.tensors["x"] for spec in work.store.manifest.node_types.values() if "x" in spec.tensors]
     sparse = [spec for spec in specs if spec.nnz is not None]
     entries = float(sum(spec.nnz or 0 for spec in sparse))
-    columns = sum(spec.shape[1] for spec in sparse)
-    return Load(entries, wide.distinct(entries, columns), float(sum(spec.shape[0] for spec in sparse)))
+    return Load(entries, work.columns_read(work.num_nodes), float(sum(spec.shape[0] for spec in sparse)))
 
 
 def add_product_bytes(estimate: Estimate, plan: Plan, load: Load, steps: int, wire: Wire, dim: int) -> None:

@@ -156,3 +156,15 @@ def test_pyg_sends_the_planned_bytes_of_edges(tmp_path: Path) -> None:
     ok(forked.gtrain("strategy=pyg", *DATA, *edges, *RUN, *short, "hydra.run.dir=run", cwd=tmp_path))
     most = max(rank["bytes_sent"] for rank in summary(tmp_path / "run")["ranks"]) / 3
     assert row["sent_bytes_per_epoch"] == pytest.approx(most, rel=0.02)
+
+
+@pytest.mark.slow
+def test_workers_pull_the_planned_rows_where_some_columns_are_in_most_rows(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    with open(tmp_path / "rows.svm", "w") as rows:
+        for _ in range(4000):
+            columns = {int(draw.paretovariate(0.6)) for _ in range(25)}
+            ids = " ".join(f"{column}:{draw.random():.3f}" for column in sorted(columns) if column <= 20_000)
+            rows.write(f"{draw.randrange(2)} {ids}\n")
+    data = ("data=libsvm", "data.path=rows.svm", "model=sparse", "data.batch_size=400")
+    assert_planned(tmp_path, "ps", *data, "strategy=ps", "strategy.protocol=pull", "trainer.limit_val_batches=0")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from small_graphs import random_parts, stored
 from torch import nn
+from torch_geometric.data import Data
 
 from gtrain.nn import Embedding, SparseLinear
 from gtrain.plan import batch_layers, layers, wide
 from gtrain.plan.batches import MeanBatch
-from gtrain.plan.counts import Parts
+from gtrain.plan.counts import Parts, Uses, count_columns, count_ends
 from gtrain.plan.estimate import ARITHMETIC, DISK, MEMORY, SENT, SERVER_MEMORY, Estimate, NotEstimated, PlannedRun
 from gtrain.plan.machine import Machine
 from gtrain.plan.workload import ATTENTION, LINEAR, Layer, WideTable, Workload, describe
@@ -193,3 +198,21 @@ def test_workers_pull_the_rows_of_all_nodes_of_a_graph() -> None:
     estimate = PsPlanner().estimate(run_of(work, settings=PS))
     assert terms(estimate, MEMORY, "rows of node") == [8 * 50 * 16 * 4]
     assert terms(estimate, SERVER_MEMORY, "ids and rows of steps") == [2 * 50 * (4 + 2 * 16 * 4)]
+
+
+def test_rows_that_are_used_often_are_read_by_most_batches() -> None:
+    uses = Uses.of(torch.tensor([4, 1, 0, 1]), 4)
+    assert uses.distinct(2) == pytest.approx((1 - 0.5**4) + 2 * 0.5)
+    assert uses.distinct(4) == uses.distinct(9) == pytest.approx(3)
+    assert uses.distinct(4, others=8) == pytest.approx(3 + 1 - math.exp(-2))
+    assert Uses.of(torch.tensor([2, 0]), 4, scale=2.0).distinct(2) == pytest.approx(1 - 0.5**4)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_columns_and_ends_are_counted_over_all_parts(parts: int, tmp_path: Path) -> None:
+    x = torch.tensor([[1.0, 0, 0], [2, 0, 3], [4, 0, 0], [0, 0, 0]])
+    graph = Data(x=x.to_sparse_csr(), edge_index=torch.tensor([[0, 1, 2, 2], [1, 0, 0, 2]]), num_nodes=4)
+    store = stored(tmp_path, graph, random_parts(4, parts))
+    (columns,), ends = count_columns(store), count_ends(store)
+    assert (columns.times.tolist(), columns.rows.tolist(), columns.total) == ([0, 1, 3], [1, 1, 1], 4)
+    assert (ends.times.tolist(), ends.rows.tolist(), ends.total) == ([0, 2, 3], [1, 1, 2], 4)
