@@ -83,7 +83,24 @@ class OptimizedModule(pl.LightningModule):
         self._make_optimizer, self._make_sparse = optimizer, sparse_optimizer
         self._make_scheduler, self._monitor = scheduler, monitor
 
+    def check_clipping(self, clip: float | None) -> None:
+        """Refuse to clip the gradients of tables with an optimizer of their own, which are sparse.
+
+        Args:
+            clip: ``trainer.gradient_clip_val``.
+
+        Raises:
+            ConfigError: torch cannot clip them.
+        """
+        if clip and self._make_sparse is not None and any(table.sparse for _, table in tables(self)):
+            raise ConfigError(
+                f"trainer.gradient_clip_val={clip} with model.sparse_optimizer: sparse gradients cannot be clipped.",
+                hint="set model.sparse_optimizer=null, or trainer.gradient_clip_val=null.",
+            )
+
     def configure_optimizers(self) -> Any:
+        trainer = trainer_of(self)
+        self.check_clipping(None if trainer is None else trainer.gradient_clip_val)
         make = with_tables(self, self._make_sparse, self._make_optimizer)
         optimizer = optimizer_of(make, [parameter for parameter in self.parameters() if parameter.requires_grad])
         if self._make_scheduler is None:
@@ -120,21 +137,12 @@ def with_tables(
         make_optimizer: makes the optimizer of all other parameters; None: Adam with lr 0.01.
 
     Raises:
-        ConfigError: the trainer clips gradients, which torch cannot do for sparse ones; or, when the function is
-            called, the tables' optimizer does not accept sparse gradients.
+        ConfigError: when the function is called, the tables' optimizer does not accept sparse gradients.
     """
     if make_sparse is None:
         return make_optimizer
     layers = [table for _, table in tables(module)]
     weights = {id(table.weight) for table in layers}
-
-    trainer = trainer_of(module)
-    clip = None if trainer is None else trainer.gradient_clip_val
-    if clip and any(table.sparse for table in layers):
-        raise ConfigError(
-            f"trainer.gradient_clip_val={clip} with model.sparse_optimizer: sparse gradients cannot be clipped.",
-            hint="set model.sparse_optimizer=null, or trainer.gradient_clip_val=null.",
-        )
 
     def make(parameters: Iterable[Parameter]) -> torch.optim.Optimizer:
         parameters = list(parameters)

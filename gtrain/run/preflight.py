@@ -27,6 +27,7 @@ from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
 from gtrain.launch import launchers
 from gtrain.model.classification import Classifier
+from gtrain.model.module import OptimizedModule
 from gtrain.object_store import is_address, refuse_address
 from gtrain.run import build, runs
 from gtrain.run.sketch import ModelSketch, has_plain_constructor, make_trainer
@@ -94,6 +95,8 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
     if sketch.model is None or not sketch.certain:
         return
     strategy.check_start(trainer, sketch.model, data)
+    if verb == "train" and isinstance(sketch.model, OptimizedModule):
+        sketch.model.check_clipping(trainer.gradient_clip_val)
     if checkpoint is not None:
         if sketch.sized:
             checkpoints.check_model(checkpoint, sketch.model)

@@ -214,6 +214,10 @@ def settings_for(model: str) -> list[str]:
         (["strategy=sar", "data.partitioner=file", "data.partition_path=no"], "data.partition_path=no was set"),
         (["strategy=single", "data=planted_kg", "model=kg", "model.operator=no"], "model.operator=no was set"),
         (["strategy=single", "trainer.precision=17"], "precision"),
+        (
+            ["strategy=single", "data=planted_kg", "model=kg", "trainer.gradient_clip_val=1.0"],
+            "trainer.gradient_clip_val=1.0 with model.sparse_optimizer: sparse gradients cannot be clipped",
+        ),
     ],
 )
 def test_a_mistake_is_refused_before_the_data_are_read(overrides: list[str], said: str) -> None:
