@@ -197,6 +197,26 @@ def run_network(network: nn.Module, names: dict[str, bool], encoder: nn.Module |
         return network(**inputs)
 
 
+def check_types(network: nn.Module, names: Collection[str], *, hetero: bool) -> None:
+    """Refuse a network for graphs with one type of nodes and edges on a graph with several, and the other way round.
+
+    Args:
+        network: the network.
+        names: from :func:`input_names`.
+        hetero: whether the graph has several types.
+
+    Raises:
+        ConfigError: the network does not fit the graph.
+    """
+    if hetero != ("x_dict" in names or isinstance(network, GraphModule)):
+        actual, expected = ("several types", "one type") if hetero else ("one type", "several types")
+        raise ConfigError(
+            f"{type(network).__name__} is a network for graphs with {expected} of nodes and edges, and this graph has "
+            f"{actual}.",
+            hint="set model to hetero_sage or hgt." if hetero else "set model to gcn, sage, gat, gin or rgcn.",
+        )
+
+
 def network_inputs(
     network: nn.Module, names: dict[str, bool], batch: Data | HeteroData, x: Tensor | dict[str, Tensor] | None
 ) -> dict[str, Any]:
@@ -209,17 +229,10 @@ def network_inputs(
         x: node features from an encoder; None: the batch's features.
 
     Raises:
-        ConfigError: the network is heterogeneous and the graph is not, or the other way round.
+        ConfigError: see :func:`check_types`.
         DataError: the graph lacks what the network needs.
     """
-    hetero = isinstance(batch, HeteroData)
-    if hetero != ("x_dict" in names or isinstance(network, GraphModule)):
-        actual, expected = ("several types", "one type") if hetero else ("one type", "several types")
-        raise ConfigError(
-            f"{type(network).__name__} is a network for graphs with {expected} of nodes and edges, and this graph has "
-            f"{actual}.",
-            hint="set model to hetero_sage or hgt." if hetero else "set model to gcn, sage, gat, gin or rgcn.",
-        )
+    check_types(network, names, hetero=isinstance(batch, HeteroData))
     inputs = _collect(batch, [name for name in names if name not in _HOPS])
     if x is not None:
         inputs["x_dict" if "x_dict" in names else "x"] = x

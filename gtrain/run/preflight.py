@@ -26,8 +26,11 @@ from gtrain.config import APPLYING, PREPARING
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
 from gtrain.launch import launchers
-from gtrain.model.classification import Classifier
+from gtrain.model.classification import Classifier, NodeClassifier
+from gtrain.model.inputs import check_types, input_names
+from gtrain.model.link_predictor import LinkPredictor
 from gtrain.model.module import OptimizedModule
+from gtrain.model.regression import NodeRegressor
 from gtrain.object_store import is_address, refuse_address
 from gtrain.run import build, runs
 from gtrain.run.sketch import ModelSketch, has_plain_constructor, make_trainer
@@ -91,6 +94,7 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
     _check_monitors(config, sketch)
     _check_stopping(config, data)
     _check_dirpaths(config)
+    _check_types(sketch)
     trainer = make_trainer(config, strategy, data)
     if sketch.model is None or not sketch.certain:
         return
@@ -232,6 +236,13 @@ def _check_dirpaths(config: dict[str, Any]) -> None:
         address = node.get("dirpath") if isinstance(node, dict) else None
         if address is not None and is_address(address):
             check_dirpath(str(address))
+
+
+def _check_types(sketch: ModelSketch) -> None:
+    """Refuse a network for graphs with one type if the data are known to have several, and the other way round."""
+    model, hetero = sketch.model, sketch.traits.heterogeneous
+    if isinstance(model, (NodeClassifier, NodeRegressor, LinkPredictor)) and sketch.certain and hetero is not None:
+        check_types(model.network, input_names(model.network), hetero=hetero)
 
 
 def _check_monitors(config: dict[str, Any], sketch: ModelSketch) -> None:

@@ -214,6 +214,8 @@ def settings_for(model: str) -> list[str]:
         (["strategy=sar", "data.partitioner=file", "data.partition_path=no"], "data.partition_path=no was set"),
         (["strategy=single", "data=planted_kg", "model=kg", "model.operator=no"], "model.operator=no was set"),
         (["strategy=single", "trainer.precision=17"], "precision"),
+        (["strategy=single", "data=planted_hetero", "model=sage"], "GraphSAGE is a network for graphs with one type"),
+        (["strategy=single", "model=hetero_sage"], "HeteroSAGE is a network for graphs with several types"),
         (
             ["strategy=single", "data=planted_kg", "model=kg", "trainer.gradient_clip_val=1.0"],
             "trainer.gradient_clip_val=1.0 with model.sparse_optimizer: sparse gradients cannot be clipped",
