@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,12 @@ class RunCheckpoint(ModelCheckpoint):
         self._stepped = trainer.global_step
         if not self._saves_within_epochs:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        elif stepped and self._is_due(trainer) and not self._should_skip_saving_checkpoint(trainer):
+        elif (
+            stepped
+            and self._is_due(trainer)
+            and not self._should_skip_saving_checkpoint(trainer)
+            and _is_finite(trainer, outputs)
+        ):
             saved = self._last_global_step_saved
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
             # Lightning skips a step that it has saved: the end of the epoch still has to be saved.
@@ -165,7 +170,8 @@ class RunCheckpoint(ModelCheckpoint):
             assert isinstance(trainer.strategy, GraphStrategy)
             self._ends = trainer.strategy.interrupted()
             if self._ends and not trainer.is_last_batch:
-                self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+                if _is_finite(trainer, outputs):
+                    self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
                 raise InterruptedRunError
 
     def _is_due(self, trainer: pl.Trainer) -> bool:
@@ -252,3 +258,13 @@ class RunCheckpoint(ModelCheckpoint):
             state_dict = {**state_dict, "dirpath": self.dirpath}
         super().load_state_dict(state_dict)
         self.best_epoch = None if self.best_model_score is None else state_dict.get("best_epoch")
+
+
+def _is_finite(trainer: pl.Trainer, outputs: Any) -> bool:
+    """Return whether the loss of a step is finite on all ranks; collective.
+
+    Otherwise the run ends at the end of the epoch, and should leave the checkpoint before it.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    broken = torch.tensor(float(isinstance(loss, Tensor) and not bool(loss.isfinite().all())))
+    return not float(trainer.strategy.reduce(broken, reduce_op="sum"))

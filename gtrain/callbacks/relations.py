@@ -122,7 +122,9 @@ _DESCRIBED = ("heads", "tails", "operator", "dimension", "relations")
 
 
 def _numbers(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Numbers]:
-    return {name: value.detach().cpu().numpy() for name, value in parameters.items()}
+    # numpy has no bfloat16
+    arrays = {name: value.detach().cpu() for name, value in parameters.items()}
+    return {name: x.to(torch.promote_types(x.dtype, torch.float32)).numpy() for name, x in arrays.items()}
 
 
 def files_beside(path: Path, fmt: str) -> dict[str, Path]:

@@ -93,10 +93,14 @@ class PairMLP(Decoder):
         return scores.squeeze(-1)
 
     def tails(self, head: Tensor, relation: Tensor | None, candidates: Tensor) -> Tensor:
-        return self._all(self.source(head) + self._offset(relation), self.target(candidates))
+        return self._all(self.source(self._own(head)) + self._offset(relation), self.target(self._own(candidates)))
 
     def heads(self, tail: Tensor, relation: Tensor | None, candidates: Tensor) -> Tensor:
-        return self._all(self.target(tail) + self._offset(relation), self.source(candidates))
+        return self._all(self.target(self._own(tail)) + self._offset(relation), self.source(self._own(candidates)))
+
+    def _own(self, rows: Tensor) -> Tensor:
+        """Return rows in the dtype of the parameters."""
+        return rows.to(self.out.weight.dtype)
 
     @torch.no_grad()
     def _all(self, queries: Tensor, candidates: Tensor) -> Tensor:
@@ -104,9 +108,11 @@ class PairMLP(Decoder):
 
         The hidden layer of all pairs would not fit into memory; allocating it per query takes as long as the scores.
         """
-        hidden, scores = torch.empty_like(candidates), queries.new_empty(len(queries), len(candidates))
-        for query, row in zip(queries, scores, strict=True):
-            torch.mv(torch.add(query, candidates, out=hidden).relu_(), self.out.weight[0], out=row)
+        # In autocast the candidates have another dtype than the weight and the sums with offsets.
+        weight, hidden = self.out.weight[0].to(candidates.dtype), torch.empty_like(candidates)
+        scores = candidates.new_empty(len(queries), len(candidates))
+        for query, row in zip(queries.to(candidates.dtype), scores, strict=True):
+            torch.mv(torch.add(query, candidates, out=hidden).relu_(), weight, out=row)
         return scores + self.out.bias
 
 

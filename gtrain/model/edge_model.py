@@ -52,6 +52,9 @@ class Ranking(Metric):
             values = (ranks <= self.limit).double()
         else:
             values = 1.0 / ranks if self.name == "mrr" else ranks
+        if self.total.dtype != torch.float64:
+            # Lightning casts metrics to the run's precision, which would round sums.
+            self.set_dtype(torch.float64)
         self.total += values.double().sum()
         self.count += ranks.numel()
 

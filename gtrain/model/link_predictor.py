@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torchmetrics import MetricCollection
 
+from gtrain.engine.precision import without_autocast
 from gtrain.errors import ConfigError
 from gtrain.model.candidate_ranks import ranks
 from gtrain.model.decoders import Decoder
@@ -169,7 +170,10 @@ class LinkPredictor(EdgeModel):
     def _evaluate(self, batch: Batch, split: str) -> EdgeScores:
         embeddings = self(batch)
         _, _, true, negative = self._loss(batch, embeddings, split)
-        tail_ranks, head_ranks = self._ranks(batch, embeddings)
+        # Ranks need full precision: in bfloat16 many scores are equal.
+        source, target = (rows.to(torch.promote_types(rows.dtype, torch.float32)) for rows in embeddings)
+        with without_autocast(source):
+            tail_ranks, head_ranks = self._ranks(batch, (source, target))
         self._log_scores(split, (tail_ranks, head_ranks), true, negative[:, 0])
         self._log_precision(batch, tail_ranks, split)
         sources = embeddings[0][batch.edge_label_index[0, :EMBEDDED]] if split == "test" else None

@@ -176,6 +176,8 @@ class JointOptimizer(Optimizer):
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
         super().__init__([group for part in parts for group in part.param_groups], {})
+        for part in self.parts:
+            self.state.update(part.state)  # some create their state before the first step
         self._share()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -201,7 +203,6 @@ class JointOptimizer(Optimizer):
         start = 0
         for part in self.parts:
             end = start + len(part.param_groups)
-            self.state.update({} if part.state is self.state else part.state)
             part.param_groups, part.state = self.param_groups[start:end], self.state
             start = end
 

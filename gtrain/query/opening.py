@@ -26,8 +26,11 @@ from gtrain.run import build
 from gtrain.strategy import checkpoint as checkpoints
 
 TARGET = f"{KGEmbedding.__module__}.{KGEmbedding.__name__}"
-_SCORING = ("dimension", "operator", "comparator", "reciprocal", "bias", "global_emb", "entities", "relations")
-"""The settings of the model on which scores depend."""
+_SCORING = (
+    *("dimension", "operator", "comparator", "reciprocal", "bias", "global_emb", "entities", "relations"),
+    "all_negs",  # relations with another value form a group, whose parameters lie together
+)
+"""The settings of the model on which scores, and the places of its parameters, depend."""
 _NAMES = (
     "it has the names; `gtrain partition run=FOLDER` makes it again from the data, store=FOLDER names another place."
 )

@@ -156,6 +156,19 @@ def test_ranks_among_all_nodes_of_all_ranks(
     assert (tails % 1 == 0.5).any() or name == "mlp"  # there are ties
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", DECODERS)
+def test_scores_of_all_candidates_in_autocast_are_those_of_pairs(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    decoder, rows = make_decoder(name, D, 3), torch.randn(N, D).to(dtype)
+    relation = torch.arange(5) % 3
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        tails, heads = decoder.tails(rows[:5], relation, rows), decoder.heads(rows[:5], relation, rows)
+        pairs = [(decoder(rows[:5], row, relation), decoder(row, rows[:5], relation)) for row in rows.unsqueeze(1)]
+    for found, wanted in zip((tails, heads), zip(*pairs, strict=True), strict=True):
+        torch.testing.assert_close(found.float(), torch.stack(wanted, 1).float(), atol=0.05, rtol=0.05)
+
+
 @pytest.mark.parametrize("offsets", [[0, N], [0, 11, 30], [0, 9, 9, 30]])
 def test_rows_of_other_ranks_come_with_gradients(offsets: list[int]) -> None:
     size = len(offsets) - 1

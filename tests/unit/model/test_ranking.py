@@ -81,6 +81,13 @@ def test_means_of_ranks() -> None:
     assert float(found["hits@10"].compute()) == 0.75
 
 
+def test_sums_of_ranks_are_in_double_precision_in_every_precision_of_a_run() -> None:
+    metric = Ranking("mean_rank").to(torch.bfloat16).set_dtype(torch.bfloat16)
+    for number in range(600):
+        metric.update(torch.full((7,), float(number), dtype=torch.float64))
+    assert float(metric.compute()) == 299.5
+
+
 def precision_by_hand(scores: Tensor, answers: list[list[int]], k: int) -> float:
     """MAP@k as RelBench computes it: from the k best candidates of each question that has answers."""
     found = []

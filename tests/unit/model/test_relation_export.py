@@ -171,6 +171,13 @@ def compared(comparator: str, bias: bool, left: Floats, right: Floats) -> Floats
     return -squared if comparator == "squared_l2" else -np.sqrt(squared)
 
 
+def test_parameters_in_bfloat16_are_exported_as_float32() -> None:
+    made = model(operator="translation").bfloat16()
+    scoring = ScoringModel.of(made.recipe(), store())
+    for *_, name, numbers in scoring.rows():
+        assert (name, numbers.dtype) == ("vector", np.float32)
+
+
 def test_what_pytorch_biggraph_cannot_hold() -> None:
     """Relations between other types, if each direction has its parameters; the export then says why."""
     ends, types = [["user", "item"], ["user", "user"], ["user", "item"]], {"user": 5, "item": 4}

@@ -168,7 +168,7 @@ def steps(network: nn.Sequential, optimizer: JointOptimizer, scheduler: Any, num
         scheduler.step()
 
 
-@pytest.mark.parametrize("make", [RowwiseAdagrad, LazyAdam])
+@pytest.mark.parametrize("make", [RowwiseAdagrad, LazyAdam, torch.optim.Adagrad])  # the last has state from its start
 def test_a_joint_optimizer_goes_on_where_it_was_saved(make: Callable[..., Optimizer]) -> None:
     straight, halted, again = model(), model(), model()
     steps(straight, *joint(straight, make), range(6))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from helpers import some_slow
 from numpy.typing import NDArray
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from gtrain.callbacks.relations import ScoringModel, write_beside
@@ -26,7 +28,7 @@ from gtrain.query import known
 from gtrain.query.command import NeighborOptions, _all_texts, take_options
 from gtrain.query.index import NeighborIndex, num_groups
 from gtrain.query.model import TrainedModel
-from gtrain.query.opening import OpenedRun
+from gtrain.query.opening import OpenedRun, _settings
 from gtrain.query.questions import Question
 from gtrain.query.rows import load_rows
 from gtrain.strategy.checkpoint import SavedRows
@@ -261,6 +263,18 @@ def test_an_index_scans_as_many_groups_as_the_vectors_need() -> None:
         assert hits > 0.95
         probes.append(index.probes)
     assert num_groups(6000) == 128 and probes[0] == 16 < probes[1]
+
+
+def test_relations_form_the_groups_that_were_trained() -> None:
+    """The parameters of a group lie together: with other groups, relations would have each other's."""
+    relations = [{"name": "a", "all_negs": False}, {"name": "b", "all_negs": True}]
+    settings = {"dimension": D, "operator": "diagonal", "relations": relations, "all_negs": True, "dura": 0.1}
+    target = f"{KGEmbedding.__module__}.{KGEmbedding.__name__}"
+    composed = OmegaConf.create({"model": {"_target_": target, **settings}})
+    kept: dict[str, Any] = _settings(SimpleNamespace(composed=composed, folder=Path("run")))  # type: ignore[arg-type]
+    trained, opened = (KGEmbedding(9, 3, relation_names=["c", "a", "b"], **chosen) for chosen in (settings, kept))
+    assert [g.relations for g in trained.recipe().groups] == [g.relations for g in opened.recipe().groups]
+    assert "dura" not in kept
 
 
 def test_what_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,24 +213,19 @@ class Counting(RunCheckpoint):
         self.saved.setdefault(Path(filepath).stem, []).append(trainer.global_step)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("interval", "accumulated"),
-    [({"every_n_train_steps": 2}, 1), ({"train_time_interval": timedelta(0)}, 1), ({"every_n_train_steps": 2}, 2)],
-)
-def test_checkpoints_within_epochs_are_the_last_and_not_the_best(
-    tmp_path: Path, interval: dict[str, Any], accumulated: int
-) -> None:
-    """From the first epoch on, which has no score yet; never between batches whose gradients are accumulated."""
-    settings = {"monitor": "val/acc", "save_last": True, "save_on_train_epoch_end": True}
-    callback = Counting(tmp_path / "c", "best", **settings, **interval)
+def saved_steps(
+    folder: Path, kind: type[NodeClassifier], accumulated: int = 1, **interval: Any
+) -> tuple[dict[str, list[int]], int]:
+    """Train for two epochs; return the steps that were saved, by file, and the last step."""
+    callback = Counting(
+        folder / "c", "best", monitor="val/acc", save_last=True, save_on_train_epoch_end=True, **interval
+    )
     callback.saved = {}
     data = PlantedData(
-        num_nodes=100, num_edges=600, num_features=4, num_classes=2, batch_size=20, store=str(tmp_path / "s")
+        num_nodes=100, num_edges=600, num_features=4, num_classes=2, batch_size=20, store=str(folder / "s")
     )
     pl.seed_everything(0, verbose=False)
-    model = NodeClassifier(sage(hidden_channels=4, num_layers=1, in_channels=4, out_channels=2), 2)
+    model = kind(sage(hidden_channels=4, num_layers=1, in_channels=4, out_channels=2), 2)
     trainer = pl.Trainer(
         strategy=SingleStrategy(),
         accelerator="cpu",
@@ -244,10 +239,39 @@ def test_checkpoints_within_epochs_are_the_last_and_not_the_best(
         num_sanity_val_steps=0,
     )
     trainer.fit(model, datamodule=data)
-    steps = trainer.global_step // 2
+    return callback.saved, trainer.global_step
+
+
+class Diverging(NodeClassifier):
+    """A model whose loss is not a number from the third step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        return {**outputs, "loss": outputs["loss"] * (math.nan if self.global_step >= 2 else 1.0)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_checkpoint_within_an_epoch_has_parameters_that_are_not_numbers(tmp_path: Path) -> None:
+    """The one before stays the last. (A run of gtrain ends with the epoch, before its end is saved.)"""
+    saved, last_step = saved_steps(tmp_path, Diverging, every_n_train_steps=1)
+    assert saved["last"] == [1, 2, last_step // 2, last_step]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("interval", "accumulated"),
+    [({"every_n_train_steps": 2}, 1), ({"train_time_interval": timedelta(0)}, 1), ({"every_n_train_steps": 2}, 2)],
+)
+def test_checkpoints_within_epochs_are_the_last_and_not_the_best(
+    tmp_path: Path, interval: dict[str, Any], accumulated: int
+) -> None:
+    """From the first epoch on, which has no score yet; never between batches whose gradients are accumulated."""
+    saved, last_step = saved_steps(tmp_path, NodeClassifier, accumulated, **interval)
+    steps = last_step // 2
     within = [step for step in range(1, 2 * steps + 1) if step % 2 == 0 or "train_time_interval" in interval]
-    assert callback.saved["last"] == sorted([*within, steps, 2 * steps])
-    assert set(callback.saved["best"]) <= {steps, 2 * steps}
+    assert saved["last"] == sorted([*within, steps, 2 * steps])
+    assert set(saved["best"]) <= {steps, 2 * steps}
 
 
 @pytest.mark.slow
