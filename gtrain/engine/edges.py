@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gtrain.engine.constants import version_of
 from gtrain.engine.halo import HaloExchange
 from gtrain.engine.precision import sum_dtype
 from gtrain.errors import ConfigError
@@ -183,7 +184,7 @@ class BlockSource(Protocol):
 
 
 class EdgeBlockCache:
-    """:class:`EdgeBlocks` by ``edge_index``, kept as long as that tensor lives.
+    """:class:`EdgeBlocks` by ``edge_index``, kept as long as that tensor lives and does not change in place.
 
     Args:
         exchange: the halo of the sources.
@@ -193,18 +194,28 @@ class EdgeBlockCache:
 
     def __init__(self, exchange: HaloExchange, num_targets: int, targets: HaloExchange | None = None) -> None:
         self._exchange, self.num_targets, self.targets = exchange, num_targets, targets or exchange
-        self._blocks: Any = WeakIdKeyDictionary()
+        self._blocks: Any = WeakIdKeyDictionary()  # edge_index -> (its version, its blocks)
 
     @property
     def exchange(self) -> HaloExchange:
         """The halo of the sources."""
         return self._exchange
 
+    @property
+    def num_sources(self) -> int:
+        """Nodes of this rank that edges start at: the rows that it passes to a convolution."""
+        return self._exchange.shard.num_local
+
     def __call__(self, edge_index: Tensor) -> EdgeBlocks:
         """Return the blocks of ``edge_index`` [2, E], in local ids; convolutions may have added or removed edges."""
-        if edge_index not in self._blocks:
-            self._blocks[edge_index] = sort_edges(edge_index, self._exchange, self.num_targets, self.targets)
-        return self._blocks[edge_index]
+        # Blocks may derive results by an exchange, so ranks must replace them in the same call. They do: ranks run the
+        # same operations, and one in place counts as a change even of a rank without edges.
+        version, known = version_of(edge_index), self._blocks.get(edge_index)
+        if known is None or known[0] != version:
+            known = version, sort_edges(edge_index, self._exchange, self.num_targets, self.targets)
+            self._blocks[edge_index] = known
+        blocks: EdgeBlocks = known[1]
+        return blocks
 
     def into_rows(self, edge_index: Tensor, rows: Tensor, num_rows: int) -> EdgeBlocks:
         """Return the blocks of edges that end at the rows [E], below ``num_rows``, in place of their targets."""
@@ -231,7 +242,7 @@ def sort_edges(
     """Group ``edge_index`` [2, E] by the blocks of its sources.
 
     Raises:
-        ConfigError: an edge points at a node that another rank owns, or there are too many edges.
+        ConfigError: an edge names a node that this rank does not have as its source or target, or there are too many.
     """
     check_ends(edge_index, exchange, num_targets)
     check_count(edge_index)
@@ -248,8 +259,14 @@ def sort_edges(
 
 
 def check_ends(edge_index: Tensor, exchange: HaloExchange, num_targets: int) -> None:
-    """Raise ConfigError if an edge points at a node that another rank owns."""
+    """Raise ConfigError if an edge points at a node that another rank owns, or has a negative end."""
     source, target = edge_index
+    # Compiled loops do not check what they read.
+    if len(source) and int(edge_index.min()) < 0:
+        raise ConfigError(
+            f"a convolution was called with edges that name the node {int(edge_index.min())}.",
+            hint="number the nodes of edge_index from 0, as the batch's edge_index does.",
+        )
     if len(source) and (int(source.max()) >= int(exchange.shard.block_ptr[-1]) or int(target.max()) >= num_targets):
         raise ConfigError(
             "a convolution was called with edges that point at nodes of other parts (reversed edges, perhaps); "

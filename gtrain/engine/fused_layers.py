@@ -542,8 +542,10 @@ class FusedLayers:
         **options: Any,
     ) -> Tensor | None:
         layers, reduce = _sage_layers(conv), reduction(conv)
-        learned_weight = edge_weight is not None and (edge_weight.requires_grad or edge_weight.dim() != 1)
-        if layers is None or reduce not in ("sum", "mean") or options or learned_weight:
+        if layers is None or reduce not in ("sum", "mean") or options:
+            return None
+        # Kernels read a weight of each edge, unchecked. PyG broadcasts other shapes, or refuses them.
+        if edge_weight is not None and (edge_weight.requires_grad or edge_weight.shape != edge_index.shape[1:]):
             return None
         blocks = self._blocks(edge_index, len(x), num_targets)
         out = sage_layer(blocks, x, edge_index, edge_weight, reduce == "mean", layers, self._schedule, self._constants)
@@ -590,7 +592,7 @@ class FusedLayers:
         blocks = self._blocks(edge_index, len(x), num_targets)
         out = gat_layer(blocks, tensors, conv.negative_slope, dropout, self._schedule)
         if not conv.concat:
-            out = out.view(len(out), conv.heads, -1).mean(1)
+            out = out.view(len(out), conv.heads, conv.out_channels).mean(1)
         out = out if residual is None else out + residual
         return out if fused_bias is not None or conv.bias is None else out + conv.bias
 

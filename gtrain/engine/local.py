@@ -64,7 +64,8 @@ class LocalEngine:
     def __init__(self, *, constant: bool = False) -> None:
         self._constant = constant
         self._constants, self._patches = Constants(_SCHEDULE), MethodPatches()
-        self._known: Any = WeakIdKeyDictionary()  # edge_index -> numbers of sources and targets -> EdgeBlocks
+        # edge_index -> (its version, numbers of sources and targets -> EdgeBlocks)
+        self._known: Any = WeakIdKeyDictionary()
         self._convs: set[nn.Module] = set()
         self._propagation = Propagation(_SCHEDULE, self._constants, self._patches.add, AsWritten())
         # Of a whole graph, GAT computes its transformed rows again: one product for a matrix as large as the result.
@@ -229,12 +230,12 @@ class LocalNodes(HaloExchange):
 
 
 class LocalEdges:
-    """:class:`EdgeBlocks` of one block, by ``edge_index``, kept as long as that tensor lives.
+    """:class:`EdgeBlocks` of one block, by ``edge_index``, kept as long as that tensor lives and does not change.
 
     Args:
         num_sources: nodes at which edges start.
         num_targets: nodes at which they end.
-        known: the edges by ``edge_index`` and these numbers.
+        known: the edges by ``edge_index`` and these numbers, shared by all instances of a run.
     """
 
     def __init__(self, num_sources: int, num_targets: int, known: Any) -> None:
@@ -257,12 +258,14 @@ class LocalEdges:
             ConfigError: there are more than :data:`~gtrain.engine.edges.MOST_EDGES`.
             IndexError: an edge names a node that does not exist.
         """
-        by_size = self._known.setdefault(edge_index, {})
-        # A module may change its edges in place.
-        key = *self.size, version_of(edge_index)
-        if key not in by_size:
-            by_size[key] = self._sorted(edge_index)
-        return by_size[key]
+        # A module may change its edges in place; nobody asks for the former edges again.
+        version, known = version_of(edge_index), self._known.get(edge_index)
+        if known is None or known[0] != version:
+            known = self._known[edge_index] = version, {}
+        by_size: dict[tuple[int, int], EdgeBlocks] = known[1]
+        if self.size not in by_size:
+            by_size[self.size] = self._sorted(edge_index)
+        return by_size[self.size]
 
     def into_rows(self, edge_index: Tensor, rows: Tensor, num_rows: int) -> EdgeBlocks:
         """Return the edges that end at the rows [E], below ``num_rows``, in place of their targets."""

@@ -28,7 +28,7 @@ from gtrain.engine.precision import product_dtype, sum_dtype, without_autocast
 from gtrain.engine.propagate_call import reduction
 from gtrain.engine.schedule import Schedule
 from gtrain.memory.pages import zeros
-from gtrain.nn.relational import IdRGCNConv
+from gtrain.nn.relational import IdRGCNConv, check_ids
 
 
 def are_known(edge_type: Tensor, num_relations: int) -> bool:
@@ -187,7 +187,12 @@ class LearnedRows:
 
     @classmethod
     def of(cls, ids: Tensor, edge_index: Tensor, edge_type: Tensor, nodes: int, edges: Any) -> LearnedRows:
-        """Sort edges [2, E] of the types [E], whose sources have the ids [n], below ``nodes``."""
+        """Sort edges [2, E] of the types [E], whose sources have the ids [n], below ``nodes``.
+
+        Raises:
+            IndexError: an id is out of range.
+        """
+        check_ids(ids, nodes)
         edge_type = edge_type.long()
         rows, row_of_edge = torch.unique(edge_type * nodes + ids[edge_index[0]], return_inverse=True)
         pair = edge_type * edges.num_targets + edge_index[1]

@@ -84,7 +84,7 @@ class OptimizedModule(pl.LightningModule):
         self._make_scheduler, self._monitor = scheduler, monitor
 
     def check_clipping(self, clip: float | None) -> None:
-        """Refuse to clip the gradients of tables with an optimizer of their own, which are sparse.
+        """Refuse to clip the gradients of tables that ``model.sparse_optimizer`` updates, which are sparse.
 
         Args:
             clip: ``trainer.gradient_clip_val``.

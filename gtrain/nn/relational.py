@@ -8,6 +8,15 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.inits import glorot
 
 
+def check_ids(ids: Tensor, num_nodes: int) -> None:
+    """Raise IndexError unless all ids [n] are 0 .. num_nodes-1: others would read rows of another relation."""
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= num_nodes):
+        raise IndexError(
+            f"a relational convolution was called with ids from {int(ids.min())} to {int(ids.max())}; it has learned "
+            f"rows of the ids 0 to {num_nodes - 1}."
+        )
+
+
 class IdRGCNConv(MessagePassing):
     """``RGCNConv`` over one-hot vectors of ids: a learned row per relation and node.
 
@@ -46,7 +55,12 @@ class IdRGCNConv(MessagePassing):
         glorot(self.root)
 
     def forward(self, ids: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
-        """Return the embeddings of every node."""
+        """Return the embeddings of every node.
+
+        Raises:
+            IndexError: an id is out of range.
+        """
+        check_ids(ids, self.num_nodes)
         # a rank has all in-edges of its targets, so counts of (target, relation) are exact
         pair = edge_index[1] * self.num_relations + edge_type
         _, index, count = torch.unique(pair, return_inverse=True, return_counts=True)

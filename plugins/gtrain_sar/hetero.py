@@ -40,7 +40,7 @@ from gtrain.graph.shard.graph import HeteroShard
 from gtrain.graph.store.manifest import EdgeType
 from gtrain.nn.dropout import current_position, resumed_at
 from gtrain.strategy.group import Group
-from gtrain_sar.patching import Patcher
+from gtrain_sar.patching import Patcher, check_arguments, check_count_of_rows
 from gtrain_sar.whole_halo import is_order_independent
 
 OVER_ALL_TYPES: tuple[type[nn.Module], ...] = (HGTConv,)
@@ -210,6 +210,9 @@ class LayerCall:
         args: its arguments; those with one row per node as :class:`NodeArgument`.
         kwargs: likewise.
         function: called with them; None: the convolution.
+
+    Raises:
+        ConfigError: an argument lacks a row for each node of the part.
     """
 
     conv: nn.Module
@@ -218,6 +221,14 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     function: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        layer = type(self.conv).__name__
+        for argument in self.node_arguments:
+            if isinstance(argument.source, Tensor) and argument.source.dim():
+                check_count_of_rows(layer, argument.source.size(0), argument.exchange.shard.num_local)
+            if self.relation is not None and isinstance(argument.target, Tensor) and argument.target.dim():
+                check_count_of_rows(layer, argument.target.size(0), self.relation.num_targets)
 
     @property
     def node_arguments(self) -> list[NodeArgument]:
@@ -413,6 +424,7 @@ def suspend_at_propagate(
     reached = _propagate_reached(call, context)
     if reached is None or reached.edge_index is None or reached.arguments is None:
         return None
+    check_arguments(conv, conv._user_args, reached.arguments, relation.edges)
     linear = linear_call(PropagateCall(conv, relation.edges(reached.edge_index), reduce, reached.arguments))
     pairs = zip(before, random_state(device), strict=True)
     drew = any(a is not None and b is not None and not a.equal(b) for a, b in pairs)
@@ -657,19 +669,21 @@ class TypedPatcher(Patcher):
     def _over_all_types(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's ``forward`` over local and halo rows of all types at which edges start."""
         sources = {edge_type[0] for edge_type in self.relations.by_type}
+        counts = {node_type: exchange.shard.num_local for node_type, exchange in self.exchanges.items()}
 
         def replace(value: Any) -> Any:
             if not isinstance(value, dict):
                 return value
-            for key in value:
+            for key, tensor in value.items():
                 if isinstance(key, tuple):
                     self.relations.of_type(key)
+                elif key in counts and isinstance(tensor, Tensor) and tensor.dim():
+                    check_count_of_rows(type(layer).__name__, tensor.size(0), counts[key])
             return {
                 key: NodeArgument(self.exchanges[key], tensor, pair=False) if key in sources else tensor
                 for key, tensor in value.items()
             }
 
-        counts = {node_type: exchange.shard.num_local for node_type, exchange in self.exchanges.items()}
         named = {name: replace(value) for name, value in kwargs.items()}
         function = partial(type(layer).forward, layer)
         call = LayerCall(layer, None, counts, tuple(map(replace, args)), named, function)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -92,8 +92,8 @@ class Patcher:
             hook = conv.register_forward_pre_hook(RunHook(_check_relational), with_kwargs=True)
             self.patches.undo_with(hook.remove, _without_segments())
             if self.schedule.compiled and type(conv).message is RGCNConv.message:
-                edges = lambda _: self.edges()  # noqa: E731
-                fused = RelationalConv(conv, edges, self.schedule, self.constants, whole=False).forward
+                edges_of = partial(self._edges_of, conv)
+                fused = RelationalConv(conv, edges_of, self.schedule, self.constants, whole=False).forward
         if fused is not None:
             self.patches.add(conv, "forward", fused)
 
@@ -111,18 +111,30 @@ class Patcher:
         """``conv.propagate`` over the shard, which determines ``size``."""
         _check_ids(conv, kwargs)
         _check_nodes_first(conv, kwargs)
-        return self.propagation.propagate(conv, edge_index, self.edges(), kwargs)
+        edges = self.edges()
+        check_arguments(conv, conv._user_args, kwargs, edges)
+        return self.propagation.propagate(conv, edge_index, edges, kwargs)
 
     def edge_updater(self, conv: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Any:
         """``conv.edge_updater`` over the shard."""
-        return self.propagation.edge_updater(conv, edge_index, self.edges(), kwargs)
+        edges = self.edges()
+        check_arguments(conv, conv._edge_user_args, kwargs, edges)
+        return self.propagation.edge_updater(conv, edge_index, edges, kwargs)
 
     def edges(self) -> EdgeBlockCache:
         """Return the blocks of edges between the nodes that the running convolution works on."""
         return self._edges
 
     def _blocks(self, edge_index: Tensor, num_sources: int, num_targets: int) -> EdgeBlocks:
-        return self.edges()(edge_index)
+        edges = self.edges()
+        check_count_of_rows("a convolution", num_sources, edges.num_sources)
+        check_count_of_rows("a convolution", num_targets, edges.num_targets)
+        return edges(edge_index)
+
+    def _edges_of(self, conv: MessagePassing, x: Any) -> EdgeBlockCache:
+        edges = self.edges()
+        check_rows(conv, as_pair(x), edges)
+        return edges
 
     def _gcn_norm(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Callable[..., Any]]:
         """Return the arguments of :func:`sharded_gcn_norm` for those of PyG's ``gcn_norm``, and that function."""
@@ -172,6 +184,44 @@ def _check_ids(conv: MessagePassing, kwargs: dict[str, Any]) -> None:
             f"{type(conv).__name__} was called with ids instead of features, and looks them up by the positions in "
             "edge_index, which differ between parts.",
             hint="use gtrain.model.relational.IdRGCNConv, give the nodes features, or set strategy=single.",
+        )
+
+
+def check_arguments(conv: MessagePassing, names: Any, kwargs: dict[str, Any], edges: EdgeBlockCache) -> None:
+    """Refuse arguments of ``propagate`` or ``edge_updater`` without a row for each node of the part.
+
+    Args:
+        conv: the convolution.
+        names: of the parameters of the methods that are called for each edge.
+        kwargs: the arguments.
+        edges: of the call.
+
+    Raises:
+        ConfigError: kernels would read or write beyond the rows.
+    """
+    for name, value in kwargs.items():
+        read = [f"{name}_{end}" in names for end in "ji"]
+        if any(read):
+            # PyG takes the number of nodes from both values of a pair, though only one may be read.
+            both = isinstance(value, (tuple, list))
+            pair = [end if both or used else None for end, used in zip(as_pair(value), read, strict=True)]
+            check_rows(conv, pair, edges)
+
+
+def check_rows(conv: nn.Module, pair: Sequence[Any], edges: EdgeBlockCache) -> None:
+    """Refuse values at sources and at targets, each None or a tensor, that lack a row for each node of the part."""
+    for value, count in zip(pair, (edges.num_sources, edges.num_targets), strict=True):
+        if isinstance(value, Tensor) and value.dim():
+            check_count_of_rows(type(conv).__name__, value.size(0), count)
+
+
+def check_count_of_rows(layer: str, rows: int, nodes: int) -> None:
+    """Raise ConfigError unless a layer has as many rows as this rank has nodes."""
+    if rows != nodes:
+        raise ConfigError(
+            f"{layer} was called with {rows} rows at one end of its edges, where this rank has {nodes} nodes; "
+            "strategy=sar needs a row for each node of the part.",
+            hint="give convolutions all rows of the batch, and select nodes in their result; or set strategy=single.",
         )
 
 

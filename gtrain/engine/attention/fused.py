@@ -52,6 +52,7 @@ from gtrain.engine.kernels import (
 )
 from gtrain.engine.precision import rows_at_once, sum_dtype, without_autocast
 from gtrain.engine.schedule import Schedule
+from gtrain.errors import ConfigError
 from gtrain.nn.dropout import Mask
 
 # Of a message, which is in memory twice: as it is sent and as it is received.
@@ -283,8 +284,18 @@ def attention_blocks(
         The result [T, H, C], at least float32, the logarithms of the sums of exponentials [T, H], and what the backward
         pass needs of remote blocks: the extremes of their logits if the owners compute it; else, except in mode 1, rows
         and logits.
+
+    Raises:
+        ConfigError: there are other numbers of rows than of nodes, which kernels do not check.
     """
     blocks, schedule, slope, dropout = settings
+    num_sources = blocks.exchange.shard.num_local
+    if (len(x), len(source), len(target)) != (num_sources, num_sources, blocks.num_targets):
+        raise ConfigError(
+            f"attention was called with {len(x)} rows of sources, {len(source)} of their logits and {len(target)} of "
+            f"the targets'; its edges are from {num_sources} nodes to {blocks.num_targets}.",
+            hint="give the convolution a row for each node.",
+        )
     rows: list[OwnedRows] = [(blocks.exchange, x), (blocks.exchange, source)]
     count_needed(rows, passes=2 if trains else 1)
     rest: list[Tensor] = []

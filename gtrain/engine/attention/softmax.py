@@ -223,7 +223,9 @@ class _RunningSoftmax:
         top = self.top.scatter_reduce(0, expanded, logits, "amax")
         # -inf - -inf is NaN: targets without an edge so far have nothing to rescale.
         rescale = torch.where(top == float("-inf"), 0.0, (self.top - top).exp())
-        coefficients = (logits - top.index_select(0, index)).exp()
+        # Likewise for a target whose logits are all -inf so far: its coefficients are exp(-inf - 0) = 0.
+        base = top.masked_fill(top == float("-inf"), 0.0)
+        coefficients = (logits - base.index_select(0, index)).exp()
         self.total = (self.total * rescale).scatter_add_(0, expanded, coefficients)
         self.top = top
         if self.out is not None:

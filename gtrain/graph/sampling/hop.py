@@ -31,8 +31,8 @@ class Rule:
         replace: with replacement: ``count`` draws for every node with an in-edge. Without: min(count, in-degree)
             distinct edges.
         temporal: None: ignore times; ``uniform``: draw from the edges not later than the seed; ``last``: take the
-            latest of these (``replace`` then has no effect). The times are those of the source nodes if set, otherwise
-            those of the edges.
+            latest of these, of equal times the last in the column (``replace`` then has no effect). The times are those
+            of the source nodes if set, otherwise those of the edges.
     """
 
     replace: bool = False
@@ -105,11 +105,13 @@ class Choice:
         count: number of edges per frontier node, -1 all.
         key: see :func:`hop_key`.
         rule: how the edges are chosen.
+        weighted: whether the columns' weights are read; an induced subgraph has edges of weight 0, too.
     """
 
     count: int
     key: np.uint64
     rule: Rule
+    weighted: bool = True
 
 
 @dataclass(frozen=True)
@@ -191,9 +193,9 @@ def choose(columns: Columns, frontier: Frontier, choice: Choice, edges: EdgeBuff
         spans.spans(columns.indptr, frontier.node, *eligible)
     else:
         spans.spans_until(columns.indptr, frontier.node, columns.edge_time, frontier.limit, *eligible)
-    start = edges.size
+    start, weight = edges.size, columns.weight if choice.weighted else None
     if frontier.limit is None or columns.source_time is None:
-        _pick(eligible, columns.weight, columns.indices, columns, frontier, choice, edges)
+        _pick(eligible, weight, columns.indices, columns, frontier, choice, edges)
     elif choice.rule.temporal == "last" and choice.count >= 0:
         edges.reserve(spans.capacity(eligible.available, choice.count, False))
         times = (columns.source_time, frontier.limit)
@@ -204,7 +206,7 @@ def choose(columns: Columns, frontier: Frontier, choice: Choice, edges: EdgeBuff
         # all in-edges of a frontier of hubs could exceed memory.
         for piece in pieces(eligible.available):
             some = Spans(*(array[piece] for array in eligible))
-            _pick_candidates(some, columns, frontier[piece], choice, edges, work)
+            _pick_candidates(some, weight, columns, frontier[piece], choice, edges, work)
         number.gather(columns.indices, edges.position[start : edges.size], edges.row[start : edges.size])
 
 
@@ -245,12 +247,18 @@ def _pick(
 
 
 def _pick_candidates(
-    eligible: Spans, columns: Columns, frontier: Frontier, choice: Choice, edges: EdgeBuffer, work: SpanBuffer
+    eligible: Spans,
+    weight: Array | None,
+    columns: Columns,
+    frontier: Frontier,
+    choice: Choice,
+    edges: EdgeBuffer,
+    work: SpanBuffer,
 ) -> None:
     """List the edges that are not too late, pick among the list, and translate its positions to the graph's."""
     candidate = work.candidates(int(eligible.available.sum()))
     total = spans.candidates_until(columns.source_time, frontier.limit, *eligible, candidate)
-    weight = None if columns.weight is None else work.weights(columns.weight, candidate[:total])
+    weight = None if weight is None else work.weights(weight, candidate[:total])
     start = edges.size
     # The list takes the part of the sources, so what the kernel writes to ``row`` are positions in the graph.
     _pick(eligible, weight, read_only(candidate), columns, frontier, choice, edges)

@@ -164,8 +164,10 @@ def _reservoir(weight: Array, count: int, first_number: Any, draw: int, keys: Ar
 def pick_latest(spans: Spans, source_time: Array, limit: Array, count: int, target: Array, chosen: ChosenEdges) -> int:
     """Take the ``count`` >= 0 latest edges of each span that are not later than the frontier node's limit.
 
-    Ties at the earliest taken time are broken arbitrarily but deterministically. Arguments and result as of
-    :func:`gtrain.graph.sampling.pick.pick_uniform`, with these differences:
+    Of edges of the earliest taken time, the last are taken, and a span's edges are written in their order: in a column
+    that is sorted by time these are the edges of :func:`gtrain.graph.sampling.pick.pick_last`. A rank that has a copy
+    of some columns, all of them sorted, then samples what the owner does, whose other columns may not be. Arguments and
+    result as of :func:`gtrain.graph.sampling.pick.pick_uniform`, with these differences:
 
     Args:
         source_time: int64 ``[E]``, the time of each edge's source, in any order within a column.
@@ -177,9 +179,9 @@ def pick_latest(spans: Spans, source_time: Array, limit: Array, count: int, targ
     edges = 0
     keys = np.empty(count, np.int64)
     for i in range(begin.size):
-        size, latest, heap = 0, limit[i], position[edges:]
+        size, latest, heap, end = 0, limit[i], position[edges:], begin[i] + available[i]
         # A max-heap of the keys ~time: its top is the earliest of the latest edges so far, the one to replace.
-        for edge in range(begin[i], begin[i] + available[i]):
+        for edge in range(begin[i], end):
             time = source_time[edge]
             if time > latest or count == 0:
                 continue
@@ -189,9 +191,22 @@ def pick_latest(spans: Spans, source_time: Array, limit: Array, count: int, targ
                 size += 1
             elif ~time < keys[0]:
                 heap_sink(keys, heap, size, ~time, edge)
-        for j in range(edges, edges + size):
-            column[j] = target[i]
+        # The heap says which times are taken. Of equal ones it holds any edges, so the edges are chosen here.
+        earliest = ties = 0
+        if size:
+            earliest = ~keys[0]
+            for j in range(size):
+                ties += keys[j] == keys[0]
         edges += size
+        slot, edge = edges, end
+        while slot > edges - size:
+            edge -= 1
+            time = source_time[edge]
+            if time > latest or time < earliest or (time == earliest and ties == 0):
+                continue
+            ties -= time == earliest
+            slot -= 1
+            position[slot], column[slot] = edge, target[i]
     return edges
 
 

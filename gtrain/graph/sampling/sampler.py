@@ -59,8 +59,8 @@ class HeteroNeighborSampler:
         temporal: see :class:`Rule`; implies ``disjoint``. An edge type without times is sampled without them.
         node_time: times of the nodes by type (of some types, or all); None: use the times of the edges.
         disjoint: a separate subgraph for each seed, so that a node may occur several times.
-        induced: return every edge between sampled nodes (of one subgraph, not later than its seed), not only the chosen
-            edges.
+        induced: return every edge between sampled nodes (of one subgraph, not later than its seed, of any weight), not
+            only the chosen edges.
         seed: seed of the random numbers.
 
     Raises:
@@ -229,7 +229,7 @@ class HeteroNeighborSampler:
         edges.size = 0
         whole = self._frontier(run, edge_type, 0, targets.count)
         # Count -1 takes all edges, so the key is not read.
-        choice = Choice(-1, np.uint64(0), self._rules[edge_type])
+        choice = Choice(-1, np.uint64(0), self._rules[edge_type], weighted=False)
         # All in-edges of all sampled nodes, piece by piece: only those with both ends in the batch are kept.
         for piece in pieces(columns.indptr[whole.node + 1] - columns.indptr[whole.node]):
             start = edges.size

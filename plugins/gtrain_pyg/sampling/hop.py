@@ -52,6 +52,7 @@ class SampleRequest:
         counts: for each edge type of the graph, edges per node, -1 all.
         frontiers: for each node type of the graph, the nodes by their numbers within the part, with their subgraphs if
             these are disjoint, and their limits if sampling is temporal.
+        weighted: see :class:`gtrain.graph.sampling.hop.Choice`.
     """
 
     inputs: SamplingInputs
@@ -59,6 +60,7 @@ class SampleRequest:
     hop: int
     counts: list[int]
     frontiers: list[Frontier]
+    weighted: bool = True
 
     def message(self, pool: BufferPool, dtype: DTypeLike) -> tuple[dict[str, Any], list[Tensor]]:
         """Return the fields and tensors of the request.
@@ -74,6 +76,7 @@ class SampleRequest:
             "hop": self.hop,
             "counts": self.counts,
             "sizes": sizes,
+            "weighted": self.weighted,
         }
         tensors = [self._column("node", pool.take(sum(sizes), dtype))]
         for name in ("subgraph", "limit"):
@@ -133,7 +136,7 @@ class SampleRequest:
             )
             start = part.stop
         inputs = SamplingInputs(**fields["needs"])
-        return cls(inputs, int(fields["key"], 16), fields["hop"], fields["counts"], frontiers)
+        return cls(inputs, int(fields["key"], 16), fields["hop"], fields["counts"], frontiers, fields["weighted"])
 
 
 def read_replies(message: Message, frontiers: Sequence[int]) -> list[SampleReply]:
@@ -223,7 +226,7 @@ class SampleServer:
                 continue
             columns, rule, edges = graph.columns[edge_type][self._part], graph.rules[edge_type], memory.edges[relation]
             edges.size = 0
-            choice = Choice(number, hop_key(request.key, request.hop, relation), rule)
+            choice = Choice(number, hop_key(request.key, request.hop, relation), rule, request.weighted)
             choose(columns, frontier.under(rule), choice, edges, memory.spans)
             chosen.append((edges, frontier.node.size))
         return chosen
@@ -237,7 +240,7 @@ class HopOptions:
         key: of the batch, see :func:`gtrain.graph.sampling.batch_key`.
         number: number of the hop, from 0.
         counts: edges per node by edge type, -1 all.
-        induced: keep the edges from nodes that were sampled before, and add no nodes.
+        induced: keep the edges from nodes that were sampled before, whatever their weights, and add no nodes.
     """
 
     key: int
@@ -322,7 +325,10 @@ class HopSampler:
             splits[node_type] = FrontierSplit.of(frontier.of_part(part), index, first)
         remote, frontiers = _RemotePart(splits), [split.requested for split in splits.values()]
         if any(requested.node.size for requested in frontiers):
-            request = SampleRequest(self._graph.inputs, hop.key, hop.number, list(hop.counts.values()), frontiers)
+            counts = list(hop.counts.values())
+            request = SampleRequest(
+                self._graph.inputs, hop.key, hop.number, counts, frontiers, weighted=not hop.induced
+            )
             remote.reply = self._peers.request(part, METHOD, *request.message(self._pool, self._dtype))
         return remote
 
@@ -350,7 +356,8 @@ class HopSampler:
         """
         frontiers, book = state.frontiers[edge_type[2]], self._structure.book
         rule, number = self._graph.rules[edge_type], self._structure.store.edge_types.index(edge_type)
-        choice = Choice(hop.counts[edge_type], hop_key(hop.key, hop.number, number), rule)
+        key = hop_key(hop.key, hop.number, number)
+        choice = Choice(hop.counts[edge_type], key, rule, weighted=not hop.induced)
         state.copied[edge_type].size, segments = 0, {}
         for part in range(book.num_parts):
             if not frontiers.size(part):

@@ -272,8 +272,10 @@ def load_kernels(structure: GraphStructure, graph: SamplingGraph, options: Sampl
         if columns.num_targets:
             frontier = Frontier(zero, zero[: int(options.disjoint)], zero, zero)
             counts = options.fan_out([*graph.columns])[edge_type]
-            for number in {*counts, -1 if options.subgraph_type == "induced" else 1}:
-                choice = Choice(number, np.uint64(0), rule)
+            choices = [Choice(number, np.uint64(0), rule) for number in {*counts, 1}]
+            if options.subgraph_type == "induced":
+                choices.append(Choice(-1, np.uint64(0), rule, weighted=False))
+            for choice in choices:
                 choose(columns, frontier.under(rule), choice, scratch.EdgeBuffer(), scratch.SpanBuffer())
     nodes = scratch.NodeNumbering(1, options.disjoint)
     nodes.reset(1)

@@ -6,11 +6,13 @@ import copy
 import inspect
 import io
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn import GCN, HeteroConv, Sequential
 from torch_geometric.nn.conv import (
     GATConv,
@@ -26,10 +28,14 @@ from torch_geometric.nn.conv import (
     TAGConv,
     TransformerConv,
 )
+from torch_geometric.utils import softmax
 
 from gtrain.engine import edges, fused_layers
-from gtrain.engine.local import LocalEdges, LocalEngine
+from gtrain.engine.attention.fused import attend
+from gtrain.engine.attention.softmax import _Normalised, _RunningSoftmax
+from gtrain.engine.local import LocalEdges, LocalEngine, LocalNodes
 from gtrain.engine.relations import LearnedRows, RelationPairs
+from gtrain.engine.schedule import Schedule
 from gtrain.errors import ConfigError
 from gtrain.nn.depth import HopMeter
 from gtrain.nn.dropout import ExactDropout, rows_of
@@ -416,6 +422,95 @@ def test_an_edge_to_no_node_is_an_error(engine: LocalEngine) -> None:
         data["edge_index"][0, 3] = wrong
         with pytest.raises(IndexError, match="edge_index"):
             conv(data["x"], data["edge_index"].clone())
+
+
+@pytest.mark.parametrize("out_channels", [5, 16])  # rows are summed after the product, or before it
+def test_a_weight_for_each_edge_or_what_pyg_makes_of_it(out_channels: int, engine: LocalEngine) -> None:
+    conv, data = GraphConv(IN, out_channels).double(), graph()
+    one = data["weight"][:1]
+    expected = conv(data["x"], data["edge_index"], one)
+    engine.install(conv)
+    torch.testing.assert_close(conv(data["x"], data["edge_index"], one), expected)
+    for length in (200, 350):
+        with pytest.raises(RuntimeError, match="must match the size"):
+            conv(data["x"], data["edge_index"], torch.ones(length, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("options", [{}, {"concat": False}])
+def test_no_nodes(options: dict[str, bool], engine: LocalEngine) -> None:
+    conv, x = GATConv(IN, 4, heads=2, **options), torch.ones(0, IN)
+    engine.install(conv)
+    out = conv(x, torch.empty(2, 0, dtype=torch.int64))
+    assert out.shape == (0, 4 if options else 8)
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("wrong", [NODES + 10, -1])
+@pytest.mark.parametrize("name", OF_IDS)
+def test_an_id_without_a_row_is_an_error(name: str, wrong: int, engine: LocalEngine) -> None:
+    """Not the row of another relation."""
+    conv, data, ids = OF_IDS[name](), graph(), torch.arange(NODES)
+    ids[3] = wrong
+    if isinstance(conv, IdRGCNConv):
+        with pytest.raises(IndexError, match="rows of the ids 0 to 59"):
+            conv(ids, data["edge_index"], data["type"])
+    engine.install(conv)
+    with pytest.raises(IndexError, match="rows of the ids 0 to 59"):
+        conv(ids, data["edge_index"], data["type"])
+
+
+def test_attention_takes_a_row_for_each_node() -> None:
+    blocks = LocalEdges(4, 3, {})(torch.tensor([[0, 3], [0, 2]]))
+    for sources, logits, targets in ((3, 4, 3), (4, 3, 3), (4, 4, 2)):
+        shapes = (sources, 1, 2), (logits, 1), (targets, 1)
+        with pytest.raises(ConfigError, match="its edges are from 4 nodes to 3"):
+            attend(blocks, *(torch.ones(shape) for shape in shapes), 0.2, 0.0, Schedule())
+
+
+def test_a_block_of_logits_of_minus_infinity_counts_nothing() -> None:
+    """In any order of the blocks, the running softmax is that of all edges at once, with its gradient."""
+    index = torch.tensor([0, 0, 1, 0, 0, 2])
+    logits = torch.tensor([-torch.inf, -torch.inf, 0.5, 0.0, 1.0, -torch.inf], dtype=torch.float64).unsqueeze(1)
+    values, gradient = torch.arange(1.0, 7, dtype=torch.float64).unsqueeze(1), torch.ones(3, 1, dtype=torch.float64)
+    finite = [2, 3, 4]  # of target 2, PyG's softmax is NaN
+    leaf = logits[finite].clone().requires_grad_()
+    messages = softmax(leaf, index[finite], num_nodes=3) * values[finite]
+    expected = torch.zeros(3, 1, dtype=torch.float64).index_add(0, index[finite], messages)
+    (expected.square() * gradient).sum().backward()
+    for parts in ([slice(0, 3), slice(3, 6)], [slice(3, 6), slice(0, 3)]):
+        running = _RunningSoftmax(SimpleNamespace(blocks=SimpleNamespace(num_targets=3)))  # type: ignore[arg-type]
+        for part in parts:
+            coefficients = running._coefficients(logits[part], index[part])
+            if running.out is None:
+                running.out = torch.zeros(3, 1, dtype=torch.float64)
+            running.out.index_add_(0, index[part], coefficients * values[part])
+        out, lse = running.finish()
+        torch.testing.assert_close(out, expected.detach())
+        own = logits.clone().requires_grad_()
+        delta = 2 * out * out
+        weights = _Normalised.apply(own, lse[index], delta[index])
+        (weights * values * (2 * out)[index]).sum().backward()
+        assert own.grad is not None and not own.grad.isnan().any()
+        torch.testing.assert_close(own.grad[finite], leaf.grad)
+
+
+def test_negative_ends_of_edges_are_refused() -> None:
+    for ends in ([[-1, 2], [0, 1]], [[1, 2], [0, -1]]):
+        with pytest.raises(ConfigError, match="edges that name the node -1"):
+            edges.sort_edges(torch.tensor(ends), LocalNodes(5, 0), 5)
+
+
+def test_edges_that_change_in_place_replace_the_former_ones() -> None:
+    edge_index, known = torch.tensor([[0, 1], [1, 2]]), WeakIdKeyDictionary()
+    cache, local = edges.EdgeBlockCache(LocalNodes(5, 0), 5), LocalEdges(5, 5, known)
+    for of in (cache, local):
+        assert of(edge_index) is of(edge_index)
+    for source in (3, 4, 2):
+        edge_index[0, 0] = source
+        for of in (cache, local):
+            blocks = of(edge_index)
+            assert blocks.blocks[0].sources.tolist() == [source, 1] and of(edge_index) is blocks
+    assert len(known[edge_index][1]) == len(cache._blocks) == 1
 
 
 def test_hooks_observe_what_pyg_computes(engine: LocalEngine) -> None:

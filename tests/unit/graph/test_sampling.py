@@ -155,6 +155,28 @@ def test_last_takes_the_latest(by_node: bool) -> None:
         assert sorted(times[sample.edge]) == sorted(column[column <= LIMIT])[-5:]
 
 
+@pytest.mark.parametrize("count", [0, 1, 3, 7, 40])
+def test_last_is_the_same_by_times_of_edges_and_of_sources(count: int) -> None:
+    """Of sorted columns with ties, also the order: a rank that has copies of some columns reads them either way."""
+    graph = Graph()
+    times, nodes, of = graph.edge_time // 10, np.arange(graph.num_nodes), np.zeros(graph.num_nodes, np.int64)
+    found = [
+        sample_hop(
+            Columns(graph.indptr, graph.indices, **{name: times}),
+            nodes,
+            count,
+            key=1,
+            rule=Rule(temporal="last"),
+            subgraph=of,
+            seed_time=[LIMIT // 10],
+        )
+        for name in ("edge_time", "source_time")
+    ]
+    for name in ("position", "column", "source"):
+        assert np.array_equal(*(getattr(sample, name) for sample in found))
+    assert found[0].position.size or count == 0
+
+
 def test_each_seed_has_its_own_time() -> None:
     graph = Graph()
     sampler = NeighborSampler(graph.columns("edge_time"), [-1, -1], temporal="uniform")
@@ -219,16 +241,19 @@ def test_a_graph_without_edges_or_nodes() -> None:
 
 @pytest.mark.parametrize("disjoint", [False, True])
 @pytest.mark.parametrize("temporal", [None, "uniform"])
-def test_induced(disjoint: bool, temporal: str | None) -> None:
-    """All edges between sampled nodes, found by comparing all pairs."""
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("by_node", [False, True])
+def test_induced(disjoint: bool, temporal: str | None, weighted: bool, by_node: bool) -> None:
+    """All edges between sampled nodes, also those of weight 0, found by comparing all pairs."""
     graph = Graph()
-    case = Case("edge_time", disjoint=disjoint, temporal=temporal)
+    columns = [*(() if by_node else ("edge_time",)), *(("weight",) if weighted else ())]
+    case = Case(*columns, by_node=by_node, disjoint=disjoint, temporal=temporal)
     chosen = case.sample(graph, [3, 2], SEEDS)
     case.options["induced"] = True
     sample = case.sample(graph, [3, 2], SEEDS)
     assert np.array_equal(sample.node, chosen.node) and sample.num_sampled_edges == [sample.row.size]
     owner = np.zeros(sample.node.size, np.int64) if sample.batch is None else sample.batch
-    expected = set()
+    case.columns, expected = tuple(name for name in columns if name != "weight"), set()
     for subgraph in range(owner.max() + 1):
         inside = sample.node[owner == subgraph]
         edges = np.isin(graph.target, inside) & np.isin(graph.indices, inside) & graph.allowed(case)

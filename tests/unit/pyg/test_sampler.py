@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "induced, node times": {"subgraph_type": "induced", "temporal": "uniform", "node_time": "time"},
     "edge times": {"temporal": "uniform", "edge_time": "edge_time"},
     "last edge times": {"temporal": "last", "edge_time": "edge_time"},
+    "last rough times": {"temporal": "last", "edge_time": "rough_time"},
     "edge times, replace": {"temporal": "uniform", "edge_time": "edge_time", "replace": True},
     "edge times, weighted": {"temporal": "uniform", "edge_time": "edge_time", "weight": "edge_weight"},
     "node times": {"temporal": "uniform", "node_time": "time"},
@@ -43,7 +44,16 @@ CASES: dict[str, dict[str, Any]] = {
 def graph() -> Any:
     data = messy_graph(40, 300)
     data.edge_time = torch.randint(0, 50, (300,), generator=torch.Generator().manual_seed(1))
+    data.edge_weight[::5] = 0
+    data.rough_time = rough(data.edge_time)
     return data
+
+
+def rough(times: torch.Tensor) -> torch.Tensor:
+    """Times with many ties, by which the columns of some parts are sorted, as they are by ``times``, and others not."""
+    rough = times // 10
+    rough[3:4] = torch.where(rough[3:4] < 4, 9, 0)
+    return rough
 
 
 def typed_graph() -> Any:
@@ -51,6 +61,7 @@ def typed_graph() -> Any:
     for kind in data.edge_types:
         count = data[kind].num_edges
         data[kind].edge_time = torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(count))
+        data[kind].rough_time = rough(data[kind].edge_time)
     data["author"].time = torch.arange(30)
     return data
 
@@ -103,7 +114,8 @@ def seeds_of(store: Store) -> dict[str, np.ndarray]:
 def reference(store: Store, options: SamplingOptions, seed: int) -> HeteroNeighborSampler:
     """One process with the whole graph."""
     names = [f"weight={options.weight}"] if options.weight else []
-    names += [f"edge_time={options.edge_time}"] if options.edge_time else []
+    sort = "edge_time" if options.edge_time == "edge_time" else "source_time"  # in any order
+    names += [f"{sort}={options.edge_time}"] if options.edge_time else []
     times = None
     if options.node_time:
         timed = [kind for kind in store.node_types if options.node_time in store.node_tensors(kind)]

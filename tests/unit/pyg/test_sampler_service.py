@@ -184,7 +184,7 @@ def test_an_owner_that_has_gone_is_named_and_connections_close_all_the_same(tmp_
 
 def request(rank: Rank, sizes: list[int] | None = None, node: int = 0) -> tuple[dict[str, Any], list[torch.Tensor]]:
     needs = dict.fromkeys(("temporal", "weight", "node_time", "edge_time")) | {"replace": False}
-    fields = {"needs": needs, "key": "ff", "hop": 0, "counts": [2], "sizes": sizes or [1]}
+    fields = {"needs": needs, "key": "ff", "hop": 0, "counts": [2], "sizes": sizes or [1], "weighted": True}
     return fields | {"subgraph": False, "limit": False}, [torch.tensor([node])]
 
 

@@ -294,6 +294,30 @@ def test_edge_types_that_a_model_makes_itself_are_refused_by_name(setting: Setti
         setting.patcher.uninstall()
 
 
+@pytest.mark.parametrize("kind", ["author", "paper"])
+@pytest.mark.parametrize("network", ["hetero", "all types", "by name"])
+def test_other_rows_than_the_parts_nodes_are_refused(setting: Setting, network: str, kind: str) -> None:
+    batch = setting.batch
+    edges, rows = {WRITES: batch[WRITES].edge_index, CITES: batch[CITES].edge_index}, dict(batch.x_dict)
+    rows[kind] = rows[kind][:-1].clone()
+    net: nn.Module = {
+        "hetero": lambda: HeteroConv({WRITES: SAGEConv((4, 7), 3), CITES: SAGEConv(7, 3)}),
+        "all types": lambda: HGTConv({"author": 4, "paper": 7}, 8, METADATA, heads=2),
+        "by name": lambda: SAGEConv((4, 7), 3),
+    }[network]().double()
+    setting.patcher.install(net)
+    with pytest.raises(ConfigError, match="needs a row for each node of the part"):
+        net((rows["author"], rows["paper"]), edges[WRITES]) if network == "by name" else net(rows, edges)
+    setting.patcher.uninstall()
+
+
+def test_a_call_with_other_rows_than_the_parts_nodes_is_refused(setting: Setting) -> None:
+    relation, papers = setting.relations.by_type[WRITES], setting.batch["paper"].x
+    with pytest.raises(ConfigError, match="called with 49 rows"):
+        argument = NodeArgument(relation.source, setting.batch["author"].x, papers[:-1])
+        LayerCall(SAGEConv((4, 7), 3), relation, 50, (argument, setting.batch[WRITES].edge_index))
+
+
 @pytest.mark.parametrize("layers", [True, False])
 @pytest.mark.parametrize("options", [{}, {"num_blocks": 1}])
 def test_edges_without_a_relation_are_refused(setting: Setting, layers: bool, options: dict[str, int]) -> None:

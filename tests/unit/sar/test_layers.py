@@ -13,6 +13,7 @@ from torch_geometric.nn import (
     ChebConv,
     DynamicEdgeConv,
     GATConv,
+    GATv2Conv,
     GCNConv,
     GINConv,
     GraphConv,
@@ -22,6 +23,7 @@ from torch_geometric.nn import (
     NNConv,
     PNAConv,
     ResGatedGraphConv,
+    RGCNConv,
     SAGEConv,
     TransformerConv,
     XConv,
@@ -36,6 +38,7 @@ from gtrain.engine.propagate_call import reduction, sees_one_edge
 from gtrain.engine.schedule import Schedule
 from gtrain.errors import ConfigError
 from gtrain.graph.shard import GraphShard
+from gtrain.nn.relational import IdRGCNConv
 from gtrain.strategy.group import Group
 from gtrain_sar import unsupported
 from gtrain_sar.config import SarConfig
@@ -257,6 +260,47 @@ def test_edges_that_point_elsewhere_are_refused() -> None:
     patcher.install(conv)
     with pytest.raises(ConfigError, match="point"):
         conv(torch.ones(NODES, 6, dtype=torch.float64), torch.tensor([[0, 1], [1, NODES]]))
+    patcher.uninstall()
+
+
+SHORT: dict[str, Any] = {
+    **CONVS,
+    "gin": lambda: GINConv(mlp(4)),
+    "sage-wide": lambda: SAGEConv(6, 8),
+    "rgcn": lambda: RGCNConv(6, 4, 2),
+    "edge features": lambda: NNConv(6, 4, nn.Linear(2, 24)),
+    "gatv2": lambda: GATv2Conv(6, 2, heads=2),
+    "ids": lambda: IdRGCNConv(NODES, 4, 2),
+}
+
+
+@pytest.mark.parametrize("rows", [NODES - 10, NODES + 1])
+@pytest.mark.parametrize("mode", [1, 3])
+@pytest.mark.parametrize("name", SHORT)
+def test_other_rows_than_the_parts_nodes_are_refused(name: str, mode: int, rows: int) -> None:
+    """Kernels would read and write beyond them."""
+    conv, edge_index, x = SHORT[name](), graph()[1] % (NODES - 10), torch.ones(rows, 6)
+    extra = {"rgcn": torch.zeros(EDGES, dtype=torch.int64), "edge features": torch.ones(EDGES, 2)}
+    args = {"ids": (extra["rgcn"],), **{key: (value,) for key, value in extra.items()}}.get(name, ())
+    patcher = Patcher(HaloExchange(Group(), whole_shard(edge_index)), Schedule(mode=mode))
+    patcher.install(conv)
+    with pytest.raises((ConfigError, RuntimeError)) as raised:
+        conv(torch.arange(rows).clamp(max=NODES - 1) if name == "ids" else x, edge_index, *args)
+    # PyG's normalisation sizes its tensors by the part's nodes, and may fail first.
+    assert name in ("gcn", "appnp") or f"{rows} rows" in str(raised.value)
+    patcher.uninstall()
+
+
+@pytest.mark.parametrize("name", ["sage-mean", "sage-max", "gat", "transformer", "gated"])
+def test_the_rows_at_targets_are_counted_too(name: str) -> None:
+    conv, (x, edge_index) = CONVS[name]().double(), graph()
+    patcher = Patcher(HaloExchange(Group(), whole_shard(edge_index)), Schedule())
+    patcher.install(conv)
+    conv((x, x), edge_index)
+    with pytest.raises(ConfigError, match=f"{NODES - 1} rows .* this rank has {NODES} nodes"):
+        conv((x, x[:-1].clone()), edge_index)
+    with pytest.raises(ConfigError, match=f"{NODES - 1} rows .* this rank has {NODES} nodes"):
+        conv((x, x[:-1]), edge_index)
     patcher.uninstall()
 
 
