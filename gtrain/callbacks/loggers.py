@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, MLFlowLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from gtrain.callbacks.metrics_file import MetricsFile
@@ -67,11 +67,13 @@ def silent_loggers(nodes: Mapping[str, Any]) -> list[Logger]:
     return [DummyLogger() for node in nodes.values() if node]
 
 
-def _one_command_at_a_time() -> contextlib.AbstractContextManager[None]:
-    try:
-        return file_lock(user_cache() / "loggers.lock", lambda _: None)
-    except RuntimeError:  # the user has no home folder
-        return contextlib.nullcontext()
+@contextlib.contextmanager
+def _one_command_at_a_time() -> Iterator[None]:
+    with contextlib.ExitStack() as held:
+        # Without a home folder, one that can be written to, or locks on files, commands connect as they come.
+        with contextlib.suppress(RuntimeError, OSError):
+            held.enter_context(file_lock(user_cache() / "loggers.lock", lambda _: None))
+        yield
 
 
 def _connected(name: str, node: dict[str, Any], make: Callable[[dict[str, Any], str], Any]) -> Logger:
@@ -103,8 +105,23 @@ def _hint(name: str) -> str:
 def log_configuration(loggers: Sequence[Logger], config: Mapping[str, Any]) -> None:
     """Log the composed configuration as hyperparameters; the folder of the run has it for ``metrics.csv``."""
     for logger in loggers:
-        if not isinstance(logger, MetricsFile):
+        if isinstance(logger, MLFlowLogger):
+            # A restarted job has another ckpt_path, perhaps other machines, and MLflow refuses to change a parameter.
+            known = logger.experiment.get_run(str(logger.run_id)).data.params
+            logger.log_hyperparams({name: value for name, value in _flat(config) if name not in known})
+        elif not isinstance(logger, MetricsFile):
             logger.log_hyperparams(dict(config))
+
+
+def _flat(config: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings by the names that Lightning's logger gives them in MLflow, such as ``model/lr``."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{group}{key}/")
+        elif isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
+            yield from _flat(dict(enumerate(value)), f"{group}{key}/")  # type: ignore[arg-type]
+        else:
+            yield f"{group}{key}", value
 
 
 def log_ranks(loggers: Sequence[Logger], ranks: Sequence[Mapping[str, Any]], step: int) -> None:

@@ -16,16 +16,21 @@ class MetricsFile(CSVLogger):
     """Lightning's ``CSVLogger``, which also keeps the rows that were written before a restart of the job or of rank 0.
 
     Lightning deletes an existing ``metrics.csv``. A restarted job resumes from a checkpoint, so the rows up to that
-    checkpoint are part of its metrics.
+    checkpoint are part of its metrics. Until they are written again they are in ``metrics.csv.earlier``, where another
+    restart finds them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         file = Path(self.log_dir, "metrics.csv")
+        self._kept = file.with_name("metrics.csv.earlier")
         self._earlier: list[dict[str, str]] = []
-        if (slots.attempt() or slots.restarts()) and file.is_file():
-            with open(file, newline="") as rows:
-                self._earlier = list(csv.DictReader(rows))
+        if slots.attempt() or slots.restarts():
+            if file.is_file() and not self._kept.is_file():
+                file.rename(self._kept)
+            if self._kept.is_file():
+                with open(self._kept, newline="") as rows:
+                    self._earlier = list(csv.DictReader(rows))
 
     @rank_zero_only
     def restore(self, steps: int) -> None:
@@ -39,4 +44,7 @@ class MetricsFile(CSVLogger):
             if int(row["step"]) < steps:
                 values: dict[str, Any] = {name: text for name, text in row.items() if text and name != "step"}
                 self.experiment.log_metrics(values, int(row["step"]))
+        if self._earlier:
+            self.save()
+        self._kept.unlink(missing_ok=True)
         self._earlier = []

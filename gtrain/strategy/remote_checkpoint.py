@@ -141,12 +141,17 @@ class RemoteCheckpoint:
         self._files.remove(_MARKER)
 
     def preserve(self, name: str) -> None:
-        """Copy the checkpoint to another name in the same folder, if there is none; no process sees a part of it."""
-        address = f"{self.address.rpartition('/')[0]}/{name}"
-        target, text = AddressedFolder(address, _DIRPATH, CheckpointError), self.manifest_text()
-        if target.exists(MANIFEST):
-            return
+        """Copy the checkpoint to another name in the same folder; no process sees a part of it.
+
+        A checkpoint of this run that has the name is kept, one of another run is replaced.
+        """
+        other = RemoteCheckpoint(f"{self.address.rpartition('/')[0]}/{name}")
+        target, text = other._files, self.manifest_text()
         manifest = json.loads(text)
+        if target.exists(MANIFEST):
+            if json.loads(other.manifest_text()).get("writer") == manifest.get("writer"):
+                return
+            other.remove()
         for name in manifest["files"]:
             self._files.copy(_path(manifest, name), target, _path(manifest, name))
         target.put_bytes(MANIFEST, text.encode())

@@ -24,7 +24,7 @@ from gtrain.nn import TableSpec
 from gtrain.nn.changed_rows import restored
 from gtrain.nn.recipe import ModelRecipe
 from gtrain.nn.table import BLOCK_ROWS
-from gtrain.strategy.checkpoint import SavedRows, link, located
+from gtrain.strategy.checkpoint import SavedRows, find, link, located
 from gtrain.strategy.remote_checkpoint import RemoteCheckpoint
 from gtrain.strategy.tensor_files import mapped
 from gtrain_pbg.partition_store import PIECE, ROWS, file_name
@@ -69,7 +69,7 @@ class EpochProgress:
 
 
 def preserve(path: Path | str, epoch: int, interval: int) -> None:
-    """Keep every ``interval``-th checkpoint for good, as ``epoch-<number>.ckpt`` beside it.
+    """Keep every ``interval``-th checkpoint for good, as ``epoch-<number>.ckpt`` beside it, in place of another run's.
 
     Its files are hard links to those of the checkpoint, which are never written again; its cost grows with the
     partitions that change afterwards. In an object store they are copies.
@@ -86,7 +86,8 @@ def preserve(path: Path | str, epoch: int, interval: int) -> None:
         RemoteCheckpoint(path).preserve(name)
         return
     target = path.with_name(name)
-    if not target.exists():
+    manifests = [folder / "manifest.json" for folder in (find(path), target)]
+    if not all(file.is_file() for file in manifests) or manifests[0].read_bytes() != manifests[1].read_bytes():
         link(path, target)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import secrets
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,24 +128,29 @@ class RemoteFolder:
             ) from error
 
     def write(self, store: Store) -> None:
-        """Copy a store there. The manifest is written last: until then no process sees a store.
+        """Copy a store there, unless it is there already. The manifest is written last: until then there is no store.
 
         Raises:
-            StoreError: a file cannot be written.
+            StoreError: another store is there, whose files jobs may be reading; or a file cannot be written.
         """
+        manifest = (store.path / MANIFEST).read_bytes()
+        if self._files.exists(MANIFEST):
+            if b"".join(self._files.read(MANIFEST)) == manifest:
+                return
+            raise StoreError(
+                f"{self.address} has another store, which jobs may be reading",
+                hint="set data.remote_store to a new address, or delete that store first.",
+            )
         for name in store.manifest.sizes:
             self._files.put(store.path / name, name)
-        self._files.put_bytes(MANIFEST, (store.path / MANIFEST).read_bytes())
-
-    def exists(self) -> bool:
-        """Whether a complete store is there."""
-        return self._files.exists(MANIFEST)
+        self._files.put_bytes(MANIFEST, manifest)
 
 
 @contextlib.contextmanager
 def _renamed(file: Path) -> Iterator[BinaryIO]:
     """Open a temporary file beside ``file`` that is renamed to it at the end, and deleted after an error."""
-    scratch = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    # Machines that share the folder may have equal process ids.
+    scratch = file.with_name(f"{file.name}.{secrets.token_hex(8)}.tmp")
     try:
         with scratch.open("wb", buffering=0) as target:
             yield target

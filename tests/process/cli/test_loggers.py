@@ -12,6 +12,10 @@ from typing import Any
 import forked
 import pytest
 from helpers import ok, summary
+from lightning.pytorch.loggers import CSVLogger
+
+from gtrain.callbacks.loggers import log_configuration, make_loggers
+from gtrain.run import build
 
 DATA = ("data=planted", "data.num_nodes=300", "data.num_edges=1500", "trainer.num_nodes=2", "trainer.max_epochs=3")
 
@@ -126,3 +130,30 @@ def test_commands_that_start_at_once_share_a_new_database(tmp_path: Path) -> Non
     runs = client.search_runs([experiment.experiment_id])
     assert [run.info.status for run in runs] == ["FINISHED"] * 4
     assert all("test/acc" in run.data.metrics for run in runs)
+
+
+@pytest.mark.slow
+def test_a_restarted_job_goes_on_in_its_run_of_mlflow(tmp_path: Path) -> None:
+    """Its configuration names the checkpoint that it goes on from, and MLflow refuses to change a parameter."""
+    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    tracker = {"_target_": "lightning.pytorch.loggers.MLFlowLogger", "tracking_uri": f"sqlite:///{tmp_path / 'm.db'}"}
+    config = {"ckpt_path": None, "trainer": {"num_nodes": 2}, "callbacks": [{"a": 1}, {"b": [2]}]}
+    for again in (False, True):
+        loggers = make_loggers(
+            {"mlflow": tracker}, lambda node, _: build.make(node, "logger.mlflow"), tmp_path, continues=again
+        )
+        log_configuration(loggers, {**config, "ckpt_path": "last.ckpt", "more": 5} if again else config)
+    (run,) = mlflow.MlflowClient(tracker["tracking_uri"]).search_runs(["1"])
+    assert run.data.params == {
+        "ckpt_path": "None",
+        "trainer/num_nodes": "2",
+        "callbacks/0/a": "1",
+        "callbacks/1/b": "[2]",
+        "more": "5",
+    }
+
+
+def test_trackers_connect_where_no_cache_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nocache")
+    made = make_loggers({"mine": {"_target_": "Mine"}}, lambda node, _: CSVLogger(tmp_path), tmp_path)
+    assert len(made) == 1

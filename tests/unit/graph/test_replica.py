@@ -100,17 +100,20 @@ def test_another_store_of_the_same_name_gets_a_replica_of_its_own(store: Store, 
 
 def test_a_store_is_written_to_a_remote_folder_and_read_from_it(store: Store, tmp_path: Path) -> None:
     remote = RemoteFolder(f"file://{tmp_path}/bucket/graph/")
-    assert not remote.exists()
     with pytest.raises(StoreError, match=r"has no manifest\.json\nHINT: write the store there with gtrain partition"):
         Replica.of(remote, tmp_path / "stores", remote.name)
     remote.write(store)
-    assert remote.exists() and remote.name == "graph"
-    assert equal(Replica.of(remote, tmp_path / "stores", remote.name), store)
+    remote.write(store)  # it is there already
+    assert remote.name == "graph" and equal(Replica.of(remote, tmp_path / "stores", remote.name), store)
+    other = stored(tmp_path / "other" / "graph", messy_graph(seed=1), random_parts(40, 2))
+    with pytest.raises(StoreError, match="bucket/graph has another store, which jobs may be reading"):
+        remote.write(other)
+    assert equal(Replica.of(remote, tmp_path / "again", remote.name), store)
 
 
 def test_a_remote_folder_of_an_unknown_protocol_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.remote_store=nosuch://bucket/graph was set: Protocol not known"):
-        RemoteFolder("nosuch://bucket/graph").exists()
+        next(RemoteFolder("nosuch://bucket/graph").read(MANIFEST))
 
 
 def test_a_remote_folder_that_cannot_be_read_is_named(store: Store, tmp_path: Path) -> None:

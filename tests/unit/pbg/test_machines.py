@@ -661,17 +661,17 @@ def test_what_was_written_in_part_is_not_there(tmp_path: Path) -> None:
 
 def test_checkpoints_are_kept_for_good(tmp_path: Path) -> None:
     last = tmp_path / "last.ckpt"
-    for epoch in range(5):
+    for step, epoch in enumerate((1, 0, 1, 2, 3, 4)):  # the first is of an earlier run in the same folder
         folder = tmp_path / "new"
         folder.mkdir()
-        (folder / "manifest.json").write_text(str(epoch))
+        (folder / "manifest.json").write_text(str(step))
         if last.exists():
             (last / "manifest.json").unlink()
             last.rmdir()
         folder.rename(last)
         preserve(last, epoch, 2)
     kept = {path.name: (path / "manifest.json").read_text() for path in tmp_path.glob("epoch-*")}
-    assert kept == {"epoch-00002.ckpt": "1", "epoch-00004.ckpt": "3"}
+    assert kept == {"epoch-00002.ckpt": "2", "epoch-00004.ckpt": "4"}
 
 
 # ------------------------------------------------------------------------------------------------------ parameters

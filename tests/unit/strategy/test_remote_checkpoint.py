@@ -194,7 +194,11 @@ def test_a_preserved_checkpoint_outlives_its_original(address: str, bucket: Path
     RemoteCheckpoint(address).preserve("epoch-00001.ckpt")
     RemoteCheckpoint(address).remove()
     assert not RemoteCheckpoint(address).exists() and not list(bucket.glob("*"))
-    assert loaded(f"{address.rpartition('/')[0]}/epoch-00001.ckpt", tmp_path / "one") == (1, 1, b"\1")
+    kept = f"{address.rpartition('/')[0]}/epoch-00001.ckpt"
+    assert loaded(kept, tmp_path / "one") == (1, 1, b"\1")
+    save(address, 3, run_folder=tmp_path / "another run")
+    RemoteCheckpoint(address).preserve("epoch-00001.ckpt")
+    assert loaded(kept, tmp_path / "three") == (3, 3, b"\3")
 
 
 @pytest.mark.parametrize("name", ["../own.npy", "..", "/own.npy"])

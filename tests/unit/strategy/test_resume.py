@@ -102,12 +102,15 @@ def test_metrics_up_to_the_checkpoint_outlive_a_restart(
         killed.log_metrics({"train/loss": step / 4}, step)
     killed.save()
     monkeypatch.setattr(slot, restart, lambda: 1)
-    restarted = MetricsFile(tmp_path, "", "")
+    for _ in range(2):  # the first is killed before it has resumed
+        restarted = MetricsFile(tmp_path, "", "")
+        assert restarted.experiment.metrics == [] and not (tmp_path / "metrics.csv").exists()
     restarted.restore(2)
     restarted.log_metrics({"train/loss": 9.0}, 2)
     restarted.save()
     rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
     assert [dict(zip(rows[0], row, strict=True))["train/loss"] for row in rows[1:]] == ["0.0", "0.25", "9.0"]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.csv"]
 
 
 class TwoOptimizers(NodeClassifier):
