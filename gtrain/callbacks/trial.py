@@ -37,7 +37,10 @@ class TrialReporter(Callback):
         if score is None:
             return False
         study = optuna.load_study(study_name=self._study, storage=self._storage, pruner=make_pruner(self._pruner))
-        trial = optuna.trial.Trial(study, study.get_trials(deepcopy=False)[self._number]._trial_id)
+        frozen = study.get_trials(deepcopy=False)[self._number]
+        if frozen.state.is_finished():  # a later command has given up and repeated the trial of this job
+            return False
+        trial = optuna.trial.Trial(study, frozen._trial_id)
         trial.report(float(score), trainer.current_epoch)
         if not trial.should_prune():
             return False

@@ -28,6 +28,7 @@ from gtrain.launch.request import PREFLIGHT
 from gtrain.launch.templates import keep_templates_in_memory
 from gtrain.plan import compose
 from gtrain.record.scores import lower_is_better
+from gtrain.record.trials import REPORTER
 
 LAUNCHERS = ("local", "ray")
 """Launchers whose command starts all ranks, and so decides for all of them."""
@@ -287,6 +288,7 @@ def _race(
         with open_dict(settled.cfg):
             settled.cfg.paths.run = str(folder)
             settled.cfg.trainer.max_time, settled.cfg.trainer.num_sanity_val_steps = None, 0
+            settled.cfg.callbacks.pop(REPORTER, None)  # a trial's epochs are those of the run that goes on
             # Validates when the time is over, also between the epochs in which the job validates.
             settled.cfg.callbacks.race = {"_target_": _TIMER, "duration": _as_time(seconds)}
         folder.mkdir(parents=True, exist_ok=True)

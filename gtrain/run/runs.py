@@ -34,11 +34,15 @@ _DATA_FOLDERS = ("root", "store")  # data in another folder are the same data
 _LOOK_SECONDS = 0.5
 
 
-def lock_folder(folder: Path) -> None:
+def lock_folder(folder: Path, kind: str = "run") -> None:
     """Create a run's folder and lock it against other runs for the lifetime of this process.
 
     The lock is ``flock`` on the folder itself: the kernel releases it when the process ends, and no file remains.
     Forked processes do not inherit it. On a file system without locks this function only creates the folder.
+
+    Args:
+        folder: of the run or sweep.
+        kind: ``run`` or ``sweep``.
 
     Raises:
         ConfigError: the folder cannot be created, or a running job holds its lock.
@@ -51,7 +55,8 @@ def lock_folder(folder: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(
-            f"the run folder cannot be created: {error}.", hint="set hydra.run.dir to a folder that can be written to."
+            f"the {kind} folder cannot be created: {error}.",
+            hint=f"set hydra.{kind}.dir to a folder that can be written to.",
         ) from error
     try:
         _lock(descriptor)
@@ -61,8 +66,8 @@ def lock_folder(folder: Path) -> None:
             # Such as ENOLCK of a network file system.
             return
         raise ConfigError(
-            f"hydra.run.dir={folder} was set; another run is still writing to this folder.",
-            hint="wait until it has ended, or leave out hydra.run.dir: each run then gets a new folder.",
+            f"hydra.{kind}.dir={folder} was set; another {kind} is still writing to this folder.",
+            hint=f"wait until it has ended, or leave out hydra.{kind}.dir: each {kind} then gets a new folder.",
         ) from error
     if not _held:
         os.register_at_fork(after_in_child=_close_inherited)

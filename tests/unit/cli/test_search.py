@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -16,9 +17,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
+from lightning.pytorch.callbacks import ModelCheckpoint
+from omegaconf import OmegaConf
 
 from gtrain import config
-from gtrain.cli import entry, search, sweeps
+from gtrain.callbacks.trial import TrialReporter
+from gtrain.cli import auto, entry, search, sweeps
 from gtrain.errors import ConfigError
 from gtrain.launch.children import fork_with_pipe
 
@@ -68,7 +72,7 @@ def sweeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         sweep_dir = f"hydra.sweep.dir={tmp_path / 'sweep'}"
         cfg = compose("config", ["hydra/sweeper=optuna", sweep_dir, *overrides], return_hydra_config=True)
         settings = {key: value for key, value in cfg.hydra.sweeper.items() if key != "_target_"}
-        made, launcher = search.OptunaSweeper(**settings), Launcher(tmp_path / "sweep", score, name)
+        made, launcher = search.OptunaSweeper(**settings), Launcher(Path(cfg.hydra.sweep.dir), score, name)
         monkeypatch.setattr(Plugins.instance(), "instantiate_launcher", lambda **_: launcher)
         loader = GlobalHydra.instance().config_loader()
         made.setup(hydra_context=SimpleNamespace(config_loader=loader), task_function=None, config=cfg)  # type: ignore[arg-type]
@@ -138,6 +142,136 @@ def test_a_trial_that_a_killed_command_left_is_repeated(sweeper: Any, tmp_path: 
     assert launcher.jobs[2]["model.optimizer.lr"] == left
     study = optuna.load_study(study_name="gtrain", storage=f"sqlite:///{tmp_path / 'sweep' / 'optuna.db'}")
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+
+
+@pytest.mark.parametrize("study_exists", [True, False])
+def test_a_batch_whose_launcher_fails_keeps_its_scores(sweeper: Any, tmp_path: Path, study_exists: bool) -> None:
+    """As submitit's raises if one of the jobs was killed."""
+
+    class Raising(Launcher):
+        def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+            results = super().launch(job_overrides, initial_job_idx)
+            if any(result.status != JobStatus.COMPLETED for result in results):
+                raise RuntimeError("job has not produced any output")
+            return results
+
+    killed: set[str] = set()
+
+    def score(job: dict[str, str]) -> float:
+        if job["model.optimizer.lr"] in killed or (len(made._launcher.jobs) == 2 and not killed):
+            killed.add(job["model.optimizer.lr"])
+            raise ArithmeticError
+        return -distance(job)
+
+    if study_exists:
+        sweeper(lambda job: -distance(job), "hydra.sweeper.trials=1")[0].sweep([LR])
+    done, states = int(study_exists), []
+    for _ in range(3):
+        made, launcher = sweeper(score, f"hydra.sweeper.trials={done + 5}", "hydra.sweeper.jobs=3")
+        made._launcher = launcher = Raising(launcher.folder, score, launcher.name)
+        try:
+            made.sweep([LR])
+        except RuntimeError:
+            states.append([trial.state.name for trial in _study(tmp_path).trials][done:])
+    assert states == [
+        ["COMPLETE", "RUNNING", "COMPLETE"],
+        ["COMPLETE", "FAIL", "COMPLETE", "RUNNING", "COMPLETE", "COMPLETE"],
+    ], "the values of the job that was killed are tried once more"
+    assert len(killed) == 1 and launcher.jobs == {}, "the third command finds all trials done"
+    last = [trial.state.name for trial in _study(tmp_path).trials][done:]
+    assert last == ["COMPLETE", "FAIL", "COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+
+
+def _study(tmp_path: Path, file: str = "sweep/optuna.db") -> Any:
+    return optuna.load_study(study_name="gtrain", storage=f"sqlite:///{tmp_path / file}")
+
+
+def test_a_first_job_that_fails_is_followed_by_other_values(sweeper: Any) -> None:
+    def fails(job: dict[str, str]) -> float:
+        raise ArithmeticError
+
+    made, first = sweeper(fails)
+    with pytest.raises(ArithmeticError):
+        made.sweep([LR])
+    made, second = sweeper(lambda job: -distance(job), "hydra.sweeper.trials=3")
+    made.sweep([LR])
+    values = [job["model.optimizer.lr"] for job in (*first.jobs.values(), *second.jobs.values())]
+    assert len(set(values)) == 4
+
+
+def test_two_commands_share_a_storage(sweeper: Any, tmp_path: Path) -> None:
+    shared = (f"hydra.sweeper.storage=sqlite:///{tmp_path / 'shared.db'}", "hydra.sweeper.trials=4")
+    other, other_launcher = sweeper(distance, *shared, f"hydra.sweep.dir={tmp_path / 'other'}", name="val/loss")
+
+    def score(job: dict[str, str]) -> float:
+        if len(launcher.jobs) == 1:  # the other command starts and ends during the first job
+            other.sweep([LR])
+        return distance(job)
+
+    made, launcher = sweeper(score, *shared, name="val/loss")
+    best = made.sweep([LR])
+    jobs = [*other_launcher.jobs.values(), *launcher.jobs.values()]
+    assert len(other_launcher.jobs) == 4 and len(launcher.jobs) == 1
+    assert len({job["model.optimizer.lr"] for job in jobs}) == 5, "they search different values"
+    assert best == min(map(distance, jobs)) and len(_study(tmp_path, "shared.db").trials) == 5
+
+
+def test_a_second_command_in_the_folder_of_a_search_is_refused(sweeper: Any, tmp_path: Path) -> None:
+    made, launcher = sweeper(distance)
+    (tmp_path / "sweep").mkdir()
+    descriptor = os.open(tmp_path / "sweep", os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir=.*another sweep is still writing to this folder"):
+            made.sweep([LR])
+    finally:
+        os.close(descriptor)
+    assert not launcher.jobs and not (tmp_path / "sweep" / "optuna.db").exists()
+
+
+def test_a_study_keeps_its_direction_and_its_score(sweeper: Any, tmp_path: Path) -> None:
+    sweeper(distance, "hydra.sweeper.trials=1", name="val/loss")[0].sweep([LR])
+    made, launcher = sweeper(distance, "hydra.sweeper.trials=2", "hydra.sweeper.direction=maximize", name="val/loss")
+    with pytest.raises(
+        ConfigError, match=r"is maximize; that of the study gtrain in .* is minimize.*\nHINT: leave out"
+    ):
+        made.sweep([LR])
+    assert not launcher.jobs
+    with pytest.raises(ConfigError, match=r"score of this search is val/mae; .* is val/loss.*\nHINT: set model\.score"):
+        sweeper(distance, "hydra.sweeper.trials=2", name="val/mae")[0].sweep([LR])
+    assert [trial.state.name for trial in _study(tmp_path).trials] == ["COMPLETE", "FAIL"]
+    made, launcher = sweeper(distance, "hydra.sweeper.trials=3", "hydra.sweeper.direction=minimize", name="val/loss")
+    made.sweep([LR])
+    assert len(launcher.jobs) == 1
+
+
+def test_racers_report_nothing_to_the_trial(tmp_path: Path) -> None:
+    seen: list[set[str]] = []
+
+    def make(_racer: auto.Candidate, overrides: Sequence[str]) -> tuple[auto.Settled, str]:
+        callbacks = {"checkpoint": {"monitor": "auto"}, "trial": {"number": 3}}
+        cfg = OmegaConf.create({"paths": {"run": None}, "trainer": {}, "callbacks": callbacks})
+        OmegaConf.set_struct(cfg, True)
+        return auto.Settled(cfg, [*overrides], {}), ""
+
+    racers = (auto.Candidate("single", (), 1.0), auto.Candidate("sar", (), 2.0))
+    cfg = OmegaConf.create({"paths": {"run": str(tmp_path)}})
+    auto._race(cfg, racers, 1.0, make, lambda cfg, *_: seen.append(set(cfg.callbacks)))
+    assert seen == [{"checkpoint", "race"}] * 2
+
+
+def test_a_job_whose_trial_was_ended_goes_on_without_reports(tmp_path: Path) -> None:
+    study = optuna.create_study(storage=f"sqlite:///{tmp_path / 'optuna.db'}", study_name="gtrain")
+    trial = study.ask()
+    reporter = TrialReporter(f"sqlite:///{tmp_path / 'optuna.db'}", "gtrain", trial.number, "median")
+    trainer = SimpleNamespace(
+        checkpoint_callback=ModelCheckpoint(monitor="val/acc"), callback_metrics={"val/acc": 0.5}, current_epoch=0
+    )
+    assert not reporter._report(trainer)  # type: ignore[arg-type]
+    study.tell(trial, state=optuna.trial.TrialState.FAIL)
+    trainer.current_epoch = 1
+    assert not reporter._report(trainer)  # type: ignore[arg-type]
+    assert study.trials[0].intermediate_values == {0: 0.5}
 
 
 def test_jobs_that_fail_are_trials_without_a_score(sweeper: Any) -> None:
@@ -224,6 +358,7 @@ def test_a_job_beside_others_names_its_folder_as_those_of_hydra_do(tmp_path: Pat
         ("int(tag(log,interval(16,256)))", ("IntDistribution", 16, 256, True)),
         ("range(1,4)", ("IntDistribution", 1, 3, False)),
         ("range(0,1,0.25)", ("FloatDistribution", 0.0, 0.75, False)),
+        ("tag(log,range(1,1000))", ("IntDistribution", 1, 999, True)),
     ],
 )
 def test_values_in_hydras_grammar(text: str, expected: tuple[Any, ...]) -> None:
@@ -247,6 +382,21 @@ def test_choices_are_values_as_users_type_them(text: str) -> None:
         (["hydra.sweeper.direction=up"], [LR], "direction=up was set; it is one of maximize, minimize"),
         ([], ["seed=1"], "no setting has several values"),
         ([], ["seed=range(3,1)"], "takes ranges that rise"),
+        (
+            [],
+            ["model.optimizer.lr=tag(log,interval(0,0.1))"],
+            r"lr=tag\(log,interval\(0,0\.1\)\) was set; it cannot be",
+        ),
+        ([], ["model.dropout=interval(0.7,0)"], r"dropout=interval\(0\.7,0\) was set; it cannot be searched: .*low"),
+        ([], ["model.hidden_channels=tag(log,range(16,256,16))"], "cannot be searched: .*step"),
+        ([], ["model.dropout=tag(log,range(0.1,0.8,0.1))"], "cannot be searched: .*step"),
+        (["hydra.sweeper.storage=study.db"], [LR], r"not a URL.*\nHINT: .*storage=sqlite:///study\.db"),
+        (
+            ["hydra.sweeper.storage=sqlite:////no/such/study.db"],
+            [LR],
+            r"from hydra\.sweeper\.storage=sqlite:.*unable to",
+        ),
+        (["hydra.sweeper.storage=nosuch://study"], [LR], r"read from hydra\.sweeper\.storage=nosuch://study: "),
     ],
 )
 def test_mistakes(sweeper: Any, settings: list[str], arguments: list[str], expected: str) -> None:
