@@ -252,10 +252,10 @@ class OptunaSweeper(Sweeper):
             ConfigError: it has another one.
         """
         hint = "set hydra.sweeper.study to a new name, or hydra.sweep.dir to a new folder"
-        found, known = study.direction.name.lower(), study.user_attrs.get(_SCORE)
-        if direction not in (None, found):
+        theirs, known = study.direction.name.lower(), study.user_attrs.get(_SCORE)
+        if direction not in (None, theirs):
             raise ConfigError(
-                f"the direction of this search is {direction}; that of the study {self._name} in {storage} is {found}.",
+                f"the direction of this search is {direction}; the study {self._name} in {storage} has {theirs}.",
                 hint=f"leave out hydra.sweeper.direction, or {hint}.",
             )
         if None not in (score, known) and score != known:

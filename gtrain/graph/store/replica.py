@@ -128,7 +128,7 @@ class RemoteFolder:
             ) from error
 
     def write(self, store: Store) -> None:
-        """Copy a store there, unless it is there already. The manifest is written last: until then there is no store.
+        """Copy a store there, unless it is there already. The manifest is written last: no process sees a part of it.
 
         Raises:
             StoreError: another store is there, whose files jobs may be reading; or a file cannot be written.

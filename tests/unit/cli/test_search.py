@@ -233,7 +233,7 @@ def test_a_study_keeps_its_direction_and_its_score(sweeper: Any, tmp_path: Path)
     sweeper(distance, "hydra.sweeper.trials=1", name="val/loss")[0].sweep([LR])
     made, launcher = sweeper(distance, "hydra.sweeper.trials=2", "hydra.sweeper.direction=maximize", name="val/loss")
     with pytest.raises(
-        ConfigError, match=r"is maximize; that of the study gtrain in .* is minimize.*\nHINT: leave out"
+        ConfigError, match=r"is maximize; the study gtrain in .* has minimize.*\nHINT: leave out"
     ):
         made.sweep([LR])
     assert not launcher.jobs
