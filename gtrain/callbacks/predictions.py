@@ -153,10 +153,18 @@ class PredictionWriter(pl.Callback):
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._embeddings and not isinstance(pl_module, Embeds):
             layer = last_layer(pl_module)
-            hook = layer.register_forward_pre_hook(lambda _, args: self._captured.append(features_of(args[0])))
-            self._hooks.append(hook)
+            self._hooks.append(layer.register_forward_pre_hook(self._capture))
         if (network := network_of(pl_module)) is not None:
             self._hooks.append(network.register_forward_hook(self._check_types))
+
+    def _capture(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        features = features_of(arguments)
+        if features is None:
+            raise ConfigError(
+                f"embeddings=true was set, and the last layer, {type(layer).__name__}, is called without features.",
+                hint="set embeddings=false to write the output of predict_step, or add embed(batch) to the module.",
+            )
+        self._captured.append(features)
 
     def _check_types(self, network: nn.Module, arguments: tuple[Any, ...], outputs: Any) -> None:
         self.every_type = isinstance(outputs, Mapping) and set(self._store.node_types) <= outputs.keys()
@@ -428,9 +436,16 @@ def _flat(network: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def features_of(argument: Any) -> Tensor:
-    """Return the features that a layer was called with; of a pair, those of the target nodes."""
-    return argument[1] if isinstance(argument, tuple) else argument
+def features_of(arguments: tuple[Any, ...]) -> Tensor | None:
+    """Return the features that a layer was called with; of a pair, those of the target nodes. None: it has none.
+
+    They are PyG's first argument, and follow DGL's graph.
+    """
+    for argument in arguments:
+        value = argument[1] if isinstance(argument, tuple) and len(argument) == 2 else argument
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value
+    return None
 
 
 def inputs_of_target(captured: Sequence[Tensor], batch: Data | HeteroData) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,16 +37,23 @@ class Smoothing:
         settings: true, or arguments of ``CorrectAndSmooth`` that differ from :data:`DEFAULTS`.
 
     Raises:
-        ConfigError: an argument is unknown.
+        ConfigError: an argument is unknown, or its value has no meaning.
     """
 
     def __init__(self, settings: bool | Mapping[str, Any]) -> None:
+        if not isinstance(settings, (bool, Mapping)):
+            raise ConfigError(
+                f"correct_and_smooth={settings} was set; it is true, false or arguments by name.",
+                hint="for example 'correct_and_smooth={num_smoothing_layers:20}'.",
+            )
         given = {} if isinstance(settings, bool) else dict(settings)
         if unknown := [name for name in given if name not in DEFAULTS]:
             raise ConfigError(
                 f"correct_and_smooth.{unknown[0]}={given[unknown[0]]} was set; CorrectAndSmooth has no such argument.",
                 hint=f"its arguments are {', '.join(DEFAULTS)}.",
             )
+        for name, value in given.items():
+            _check(name, value)
         self._module = CorrectAndSmooth(**{**DEFAULTS, **given})
         self.note: str | None = None
         """What the smoothing changed, once it is done: the accuracy of the held-out nodes before and after."""
@@ -66,6 +74,8 @@ class Smoothing:
             reason = "the labels are not classes"
         elif "train_mask" not in store.node_tensors() or not store.split_size("train"):
             reason = "no node of this data has a label of the training split"
+        elif (negative := store.facts.get("negative_weight")) is not None:
+            reason = f"{negative}; labels follow edges of positive weights"
         if reason is not None:
             raise ConfigError(f"correct_and_smooth was set, and {reason}.", hint="leave out correct_and_smooth.")
 
@@ -89,6 +99,8 @@ class Smoothing:
         index, weight = gcn_norm(shard.edge_index, weight, shard.num_local, add_self_loops=False, dtype=before.dtype)
         given = labels[train].to(before.dtype) if multilabel else labels[train]
         after = self._module(before, given, train, index, weight)
+        # Where all scores of training nodes are right without a doubt, their errors have no scale.
+        after = torch.where(after.isfinite().all(1, keepdim=True), after, before)
         if not multilabel:
             shares = [_shares(each, labels, tensors) for each in (before, after)]
             changes = (f"{split} {old:.4f} to {shares[1][split]:.4f}" for split, old in shares[0].items())
@@ -96,6 +108,23 @@ class Smoothing:
         result = torch.empty_like(after)
         result[rows] = after
         return result
+
+
+def _check(name: str, value: Any) -> None:
+    """Refuse a value of an argument that PyG cannot use, which it would do after all predictions are computed."""
+    kind = type(DEFAULTS[name])
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is float:
+        valid = is_number and (0 <= value <= 1 if name.endswith("alpha") else math.isfinite(value))
+        demand = "a number from 0 to 1" if name.endswith("alpha") else "a number"
+    elif kind is bool:
+        valid, demand = isinstance(value, bool), "true or false"
+    else:
+        valid, demand = is_number and isinstance(value, int) and value >= 0, "an integer from 0"
+    if not valid:
+        raise ConfigError(
+            f"correct_and_smooth.{name}={value} was set; it must be {demand}.", hint=f"the default is {DEFAULTS[name]}."
+        )
 
 
 def _shares(scores: Tensor, labels: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, float]:

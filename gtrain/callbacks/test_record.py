@@ -164,8 +164,8 @@ class TestRecorder(Callback):
         return captured[seeds.to(captured.device)].detach().float().cpu()
 
     def _capture(self, _: Any, arguments: tuple[Any, ...]) -> None:
-        features = features_of(arguments[0])
-        if isinstance(features, Tensor):
+        features = features_of(arguments)
+        if features is not None:
             self._captured.append(features)
 
     # ------------------------------------------------------------------------------------------ numbers

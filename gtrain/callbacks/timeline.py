@@ -57,7 +57,8 @@ class Timeline(Callback):
         self._recorded: list[int] = []
         self._layers: list[tuple[nn.Module, Any, Any]] = []  # with the forward that is timed, and a backend's own
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Not on_fit_start: a run that is resumed has its epoch from here on.
         last = trainer.max_epochs if trainer.max_epochs is not None else -1
         if 0 <= last - trainer.current_epoch < self._first + self._epochs:
             self._first = 0

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -101,7 +102,11 @@ class Classifier(OptimizedModule):
                 f"model.class_weights has {len(class_weights)} numbers, but the graph has {num_classes} classes.",
                 hint="give one number per class.",
             )
-        weights = None if class_weights is None else torch.tensor(list(class_weights), dtype=torch.get_default_dtype())
+        weights = None
+        if class_weights is not None:
+            _check_weights(class_weights)
+            weights = torch.tensor(list(class_weights), dtype=torch.get_default_dtype())
+        self._ignores_classes = weights is not None and bool((weights == 0).any())
         self.class_weights: Tensor | None
         self.register_buffer("class_weights", weights, persistent=False)
         val_metrics = NAMES if multilabel or num_classes == 2 else ("acc", "f1")
@@ -155,10 +160,24 @@ class Classifier(OptimizedModule):
             targets = labels.to(scores) * (1 - smoothing) + smoothing / 2
             total = F.binary_cross_entropy_with_logits(scores, targets, class_weights, reduction="sum")
             return total, scores.new_full((), scores.numel())
+        if smoothing and self._ignores_classes and class_weights is not None:
+            # Smoothing gives also these seeds a loss, of the other classes, and they have no weight to divide it by.
+            counted = class_weights[labels] > 0
+            scores, labels = scores[counted], labels[counted]
         total = F.cross_entropy(scores, labels, weight=class_weights, reduction="sum", label_smoothing=smoothing)
         if class_weights is None:
             return total, scores.new_full((), labels.numel())
         return total, class_weights[labels].sum()
+
+
+def _check_weights(weights: Sequence[Any]) -> None:
+    """Raise ConfigError unless the weights of classes are finite numbers, none below 0 and one above."""
+    numbers = [weight for weight in weights if isinstance(weight, (int, float)) and not isinstance(weight, bool)]
+    if len(numbers) < len(weights) or not all(0 <= weight < math.inf for weight in numbers) or not any(numbers):
+        raise ConfigError(
+            f"model.class_weights={list(weights)} was set; the weights must be numbers of at least 0, and one above.",
+            hint="a larger number gives a class more weight; a class of weight 0 is not learned.",
+        )
 
 
 class NodeClassifier(Classifier):

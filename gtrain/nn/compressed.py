@@ -315,7 +315,9 @@ def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _item(x: Any, index: Any) -> Any:
     if isinstance(index, Tensor):
-        return _index_select(x, 0, index.nonzero().flatten() if index.dtype == torch.bool else index)
+        if index.dtype != torch.bool:
+            return _index_select(x, 0, index)
+        return _index_select(x, 0, index.nonzero().flatten()) if index.shape == x.shape[:1] else NotImplemented
     if not is_compressed(x) or not isinstance(index, slice) or index.step not in (None, 1):
         return NotImplemented
     first, last, _ = index.indices(x.size(0))

@@ -276,7 +276,7 @@ class Task:
             ConfigError: the job does not predict scores of classes in one process.
         """
         setting, trainer = self.config["correct_and_smooth"], self.config["trainer"]
-        if setting is False:
+        if setting is None or setting is False:
             return None
         ranks, limit = trainer["num_nodes"] * trainer["devices"], trainer["limit_predict_batches"]
         every = limit is None or (isinstance(limit, float) and limit == 1.0)  # the number 1 is one batch

@@ -20,9 +20,9 @@ log = logging.getLogger("gtrain")
 def split_edges(graph: Data | HeteroData, target: EdgeType | None, options: SplitOptions) -> dict[str, int]:
     """Move held-out edges from the graph to ``val_edge_*`` and ``test_edge_*``.
 
-    The two directions of an undirected edge (with equal time and relation) are held out together. The held-out edges'
-    counterparts in a reverse edge type are removed, so that messages do not leak an edge to predict. Held-out edges of
-    an undirected graph are listed once.
+    The two directions of an undirected edge (with equal time and relation) are held out together, and so are edges
+    without times that the data repeat. The held-out edges' counterparts in a reverse edge type are removed, so that
+    messages do not leak an edge to predict. Such held-out edges are listed once.
 
     Args:
         graph: changed in place.
@@ -74,8 +74,10 @@ def _groups(edges: Any, graph: Data | HeteroData, target: EdgeType | None) -> tu
     edge_index = edges.edge_index
     everyone = torch.arange(edge_index.size(1))
     same_type = not isinstance(graph, HeteroData) or (target is not None and target[0] == target[2])
-    if not same_type or not edge_index.numel():
+    if not edge_index.numel():
         return everyone, everyone
+    if not same_type:
+        return _repeated(edges)
     nodes: Any = graph[target[0]] if isinstance(graph, HeteroData) and target is not None else graph
     num_nodes = int(nodes.num_nodes or 0)
     low, high = edge_index.min(dim=0).values, edge_index.max(dim=0).values
@@ -87,9 +89,29 @@ def _groups(edges: Any, graph: Data | HeteroData, target: EdgeType | None) -> tu
         # The list is undirected under these marks if each group with an edge one way has one the other way.
         there, back = torch.unique(group[way > 0]), torch.unique(group[way < 0])
         if there.numel() and torch.equal(there, back):
-            first = torch.full((int(group.max()) + 1,), everyone.numel())
-            return group, first.scatter_reduce_(0, group, everyone, "amin")
-    return everyone, everyone
+            return group, _first_of(group)
+    return _repeated(edges)
+
+
+def _repeated(edges: Any) -> tuple[Tensor, Tensor]:
+    """Return groups of equal edges, as :func:`_groups`. Edges with times are events, each with a group of its own."""
+    everyone = torch.arange(edges.edge_index.size(1))
+    if isinstance(edges.get("edge_time"), Tensor):
+        return everyone, everyone
+    source, target = edges.edge_index
+    group = source * (int(target.max()) + 1) + target
+    if isinstance(relation := edges.get("edge_type"), Tensor):
+        group = torch.unique(group, return_inverse=True)[1] * (int(relation.max()) + 1) + relation
+    group = torch.unique(group, return_inverse=True)[1]
+    if int(group.max()) + 1 == everyone.numel():
+        return everyone, everyone
+    return group, _first_of(group)
+
+
+def _first_of(group: Tensor) -> Tensor:
+    """Return the first member of each group ``[G]``, given the group of each edge ``[E]``."""
+    first = torch.full((int(group.max()) + 1,), group.numel())
+    return first.scatter_reduce_(0, group, torch.arange(group.numel()), "amin")
 
 
 def _marks(edges: Any, way: Tensor) -> list[Tensor]:

@@ -226,10 +226,19 @@ def _layout(text: bytes, path: Path) -> tuple[str, int, int]:
     first = next(_data_lines(text), None)
     if first is None:
         raise DataError(f"{path} is empty", hint="name a file with one event in each line: source target time")
-    separator = "," if "," in first[1] else ";" if ";" in first[1] else "\t" if "\t" in first[1] else " "
+    separator = _separator(first[1])
     skipped = int(all(to_number(field) is None for field in _split(first[1], separator)))
     second = _line(text, skipped, path)[1] if skipped else first[1]
     return separator, skipped, len(_split(second, separator))
+
+
+def _separator(line: str) -> str:
+    """Return the separator of a line: one that gives three fields, if there is one. Others may be parts of names."""
+    for separator in "\t,; ":
+        fields = _split(line, separator)
+        if len(fields) >= 3 and not any(field.endswith((",", ";")) for field in fields):
+            return separator
+    return "," if "," in line else ";" if ";" in line else "\t" if "\t" in line else " "
 
 
 def _data_lines(text: bytes) -> Iterator[tuple[int, str]]:
@@ -295,7 +304,7 @@ def _parse(text: bytes, separator: str, width: int, columns: list[int], skipped:
 
 
 def _normalise(text: bytes, separator: str) -> bytes:
-    """Remove what Arrow's reader cannot skip: comments, and blanks next to separators."""
+    """Remove what Arrow's reader cannot skip: comments, and blanks next to the separator."""
     if b"#" in text or b"%" in text:
         text = _COMMENT.sub(b"", text)
     if b"\r" in text:
@@ -303,8 +312,9 @@ def _normalise(text: bytes, separator: str) -> bytes:
     if separator == " ":
         while b"  " in text:
             text = text.replace(b"  ", b" ")
-    elif b" " in text:
-        text = re.sub(rb" *([,;\t\n]) *", rb"\1", text)
+    elif b" " in text or b"\t" in text:
+        blanks = b" *" if separator == "\t" else b"[ \t]*"
+        text = re.sub(b"%b([%b\n])%b" % (blanks, separator.encode(), blanks), rb"\1", text)
     return text.replace(b" \n", b"\n").replace(b"\n ", b"\n").strip(b" \n")
 
 

@@ -22,6 +22,16 @@ RUN = (
 
 
 @pytest.mark.slow
+def test_a_run_that_goes_on_for_one_epoch_has_a_trace_of_it(tmp_path: Path) -> None:
+    data = ("strategy=single", "model=sparse", "data=planted_sparse", "logger=none", "trainer.limit_test_batches=0")
+    ok(forked.gtrain(*data, "trainer.max_epochs=3", "hydra.run.dir=first", cwd=tmp_path))
+    more = ("trainer.max_epochs=4", "debug=profile", "ckpt_path=first/checkpoints/last.ckpt", "hydra.run.dir=second")
+    ok(forked.gtrain(*data, *more, cwd=tmp_path))
+    ok(forked.gtrain("trace", "second", cwd=tmp_path))
+    assert json.loads((tmp_path / "second" / "trace.json").read_text())["metadata"]["epochs"] == [3]
+
+
+@pytest.mark.slow
 def test_a_trace_of_two_ranks_and_two_servers(tmp_path: Path) -> None:
     ok(forked.gtrain(*RUN, "trainer.max_epochs=2", "hydra.run.dir=run", cwd=tmp_path))
     ok(forked.gtrain("trace", "run", cwd=tmp_path))

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from forked import gtrain, python
 from helpers import REPO, ok, summary
@@ -67,6 +68,18 @@ def test_the_commands_train_what_one_process_trains(tmp_path: Path) -> None:
     for name, strategy in (("single", ["strategy=single"]), ("sar", ["strategy=sar", "trainer.num_nodes=2"])):
         ok(gtrain("--multirun", *strategy, *arguments, f"hydra.sweep.dir={name}", cwd=tmp_path))
     assert [worst(tmp_path / "single" / job, tmp_path / "sar" / job) < 1e-10 for job in "012"] == [True] * 3
+
+
+@pytest.mark.slow
+def test_embeddings_are_the_features_that_the_last_layer_takes(tmp_path: Path) -> None:
+    """A layer of DGL takes the graph before them."""
+    quiet = ["logger=none", "trainer.limit_test_batches=0", "trainer.max_epochs=1"]
+    ok(gtrain("strategy=single", "model=dgl_sage", *SMALL, *quiet, "hydra.run.dir=run", cwd=tmp_path))
+    for name, strategy in (("one", ["strategy=single"]), ("two", ["strategy=sar", "trainer.num_nodes=2"])):
+        ok(gtrain("predict", "run=run", *strategy, "embeddings=true", f"output={name}.npy", cwd=tmp_path))
+    one, two = (np.load(tmp_path / f"{name}.npy") for name in ("one", "two"))
+    assert one.shape == (300, 64) and np.isfinite(one).all()
+    np.testing.assert_allclose(two, one, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -232,9 +232,7 @@ def test_a_second_command_in_the_folder_of_a_search_is_refused(sweeper: Any, tmp
 def test_a_study_keeps_its_direction_and_its_score(sweeper: Any, tmp_path: Path) -> None:
     sweeper(distance, "hydra.sweeper.trials=1", name="val/loss")[0].sweep([LR])
     made, launcher = sweeper(distance, "hydra.sweeper.trials=2", "hydra.sweeper.direction=maximize", name="val/loss")
-    with pytest.raises(
-        ConfigError, match=r"is maximize; the study gtrain in .* has minimize.*\nHINT: leave out"
-    ):
+    with pytest.raises(ConfigError, match=r"is maximize; the study gtrain in .* has minimize.*\nHINT: leave out"):
         made.sweep([LR])
     assert not launcher.jobs
     with pytest.raises(ConfigError, match=r"score of this search is val/mae; .* is val/loss.*\nHINT: set model\.score"):

@@ -81,6 +81,25 @@ def test_balanced_class_weights_are_inverse_frequencies_in_training(
     assert made == (weights if weights is None else pytest.approx(weights))
 
 
+@pytest.mark.parametrize("weights", [["a", 1, 1], [None, 1, 1], [-1, 2, 1], [0, 0, 0], [math.inf, 1, 1], [True, 1, 1]])
+def test_weights_without_a_meaning_are_refused(weights: list[Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.class_weights=.* was set; the weights must be numbers of at least 0"
+    ):
+        module(class_weights=weights)
+
+
+def test_smoothing_gives_a_class_of_weight_0_no_loss() -> None:
+    b, made = batch(), module(label_smoothing=0.1, class_weights=[0.0, 1.0, 2.0])
+    kept = b.y[:20] > 0
+    expected = F.cross_entropy(
+        b.x[:20][kept], b.y[:20][kept], weight=torch.tensor([0.0, 1.0, 2.0]), label_smoothing=0.1
+    )
+    torch.testing.assert_close(made.training_step(b, 0)["loss"], expected)
+    b.y[:20] = 0
+    assert made.training_step(b, 0)["loss"] == 0
+
+
 @pytest.mark.parametrize("class_weights", [None, [1.0, 2.0, 5.0]])
 def test_label_smoothing_is_torchs_and_of_the_training_only(class_weights: list[float] | None) -> None:
     b, made = batch(), module(label_smoothing=0.2, class_weights=class_weights)

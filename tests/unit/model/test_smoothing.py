@@ -52,9 +52,32 @@ def test_scores_are_those_of_pyg(weighted: bool, multilabel: bool, tmp_path: Pat
         assert smoothing.note is not None and f"test {shares[0]:.4f} to {shares[1]:.4f}" in smoothing.note
 
 
+def test_scores_without_errors_are_left_as_they_are(tmp_path: Path) -> None:
+    """PyG divides errors by their mean."""
+    labels = torch.arange(N) % 3
+    scores = 1e4 * torch.nn.functional.one_hot(labels, 3).float()
+    found = Smoothing(True)(store(tmp_path, labels), torch.arange(N), scores)
+    assert bool(found.isfinite().all()) and torch.equal(found.argmax(1)[TRAIN], labels[TRAIN])
+
+
 def test_what_has_no_labels_to_propagate_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="correct_and_smooth.alpha=1 was set"):
         Smoothing({"alpha": 1})
+    for wrong in (
+        {"num_correction_layers": "many"},
+        {"correction_alpha": None},
+        {"smoothing_alpha": 1.5},
+        {"autoscale": 1},
+    ):
+        with pytest.raises(ConfigError, match=rf"correct_and_smooth\.{next(iter(wrong))}=.* was set; it must be"):
+            Smoothing(wrong)
+    with pytest.raises(ConfigError, match="correct_and_smooth=50 was set; it is true, false or arguments by name"):
+        Smoothing(50)  # type: ignore[arg-type]
+    signed = store(
+        tmp_path / "signed", torch.arange(N) % 3, edge_weight=torch.randn(INDEX.size(1), generator=GENERATOR)
+    )
+    with pytest.raises(ConfigError, match="labels follow edges of positive weights"):
+        Smoothing.check(signed)
     with pytest.raises(ConfigError, match="the labels are not classes"):
         Smoothing.check(store(tmp_path, torch.arange(N) / 7))
     graph = HeteroData()

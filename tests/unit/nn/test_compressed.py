@@ -131,6 +131,8 @@ def test_some_functions_keep_it_compressed(function: Callable[[Tensor], Tensor])
         lambda x: x + 1,
         lambda x: x[torch.tensor([3, -1])],
         lambda x: x[torch.tensor([[3, 1]])],
+        lambda x: x[torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) % 7 == 1],
+        lambda x: x[torch.tensor(True)],
         lambda x: x[:, 2],
         lambda x: x[1],
         lambda x: x.sum(0),

@@ -61,6 +61,31 @@ def test_random_split_loses_no_edge() -> None:
     assert graph.edge_time.numel() == 140 and graph.val_edge_time.numel() == 20
 
 
+@pytest.mark.parametrize("form", ["edges", "relations", "types"])
+def test_copies_of_an_edge_are_held_out_together(form: str) -> None:
+    """Else a held-out edge would be among those that train."""
+    generator = torch.Generator().manual_seed(0)
+    once = torch.cat([torch.randint(0, 40, (2, 300), generator=generator), torch.randint(0, 3, (1, 300))]).unique(dim=1)
+    twice = torch.cat([once, once], 1)
+    graph, target = Data(num_nodes=40, edge_index=twice[:2]), None
+    if form == "relations":
+        graph.edge_type = twice[2]
+    if form == "types":
+        target = ("a", "to", "b")
+        graph = HeteroData({"a": {"num_nodes": 40}, "b": {"num_nodes": 40}, target: {"edge_index": twice[:2]}})
+    split_edges(graph, target, SplitOptions("random", seed=0))
+    edges = graph[target] if target else graph
+
+    def listed(split: str) -> list[tuple[int, int, int]]:
+        index = edges[f"{split}edge_index"]
+        return triples(index, edges.get(f"{split}edge_type", torch.zeros_like(index[0])))
+
+    kept, *held = map(listed, ("", "val_", "test_"))
+    assert len(held[0]) == len(set(held[0])) > 20 and len(held[1]) == len(set(held[1])) > 20
+    assert not set(kept) & {*held[0], *held[1]} and not set(held[0]) & set(held[1])
+    assert len(kept) > len(set(kept))
+
+
 def test_the_past_trains_and_the_future_tests() -> None:
     graph = knowledge()
     split_edges(graph, None, SplitOptions("time", train_fraction=0.7, val_fraction=0.15))

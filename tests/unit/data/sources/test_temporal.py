@@ -49,6 +49,15 @@ def test_ids_are_numbered_anew(tmp_path: Path) -> None:
     assert module.names()["node"].to_pylist() == ["bob", "anna b", "7"]
 
 
+def test_marks_within_names_and_values_separate_nothing(tmp_path: Path) -> None:
+    module = events(tmp_path, "A, Z\tX\t3\nA,Z\tX; Y\t4\n")
+    assert module.read().edge_index.tolist() == [[0, 1], [2, 3]]
+    assert module.names()["node"].to_pylist() == ["A, Z", "A,Z", "X", "X; Y"]
+    data = events(tmp_path, "1\t2\t3\t5,6,7\n0\t3\t6\t8,9,10\n").read()
+    assert (data.edge_index.tolist(), data.edge_time.tolist()) == ([[1, 0], [2, 3]], [3, 6])
+    assert events(tmp_path, "0,\t1,\t5\n1,\t0,\t6\n").read().edge_index.tolist() == [[0, 1], [1, 0]]
+
+
 def test_events_out_of_order_are_sorted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "gtrain"):
         data = events(tmp_path, "0 1 5 0.5\n1 2 3 0.3\n2 0 5 0.6\n0 2 -4 0.4\n", features="3:").read()
