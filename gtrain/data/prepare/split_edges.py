@@ -94,7 +94,7 @@ def _groups(edges: Any, graph: Data | HeteroData, target: EdgeType | None) -> tu
 
 
 def _repeated(edges: Any) -> tuple[Tensor, Tensor]:
-    """Return groups of equal edges, as :func:`_groups`. Edges with times are events, each with a group of its own."""
+    """Return groups of equal edges, as :func:`_groups`. Edges with times are events, each in a group by itself."""
     everyone = torch.arange(edges.edge_index.size(1))
     if isinstance(edges.get("edge_time"), Tensor):
         return everyone, everyone
