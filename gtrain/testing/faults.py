@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+
+from gtrain.strategy.base import GraphStrategy
 
 
 class KillRank(pl.Callback):
@@ -36,8 +39,14 @@ class KillRank(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+_SECONDS = 60.0
+"""How long a rank waits for a signal that its agent passes on."""
+
+
 class Terminate(pl.Callback):
     """Send SIGTERM, as before a preemption, while a rank takes a step.
+
+    The rank goes on with the step when the signal has reached it.
 
     Args:
         rank: the rank that sends it.
@@ -54,3 +63,7 @@ class Terminate(pl.Callback):
         if (trainer.global_rank, trainer.current_epoch, index) == self._when and not self._record.exists():
             self._record.touch()
             os.kill(os.getppid() if self._to_agent else os.getpid(), signal.SIGTERM)
+            assert isinstance(trainer.strategy, GraphStrategy)
+            late = time.monotonic() + _SECONDS
+            while not trainer.strategy.interruption.requested and time.monotonic() < late:
+                time.sleep(0.005)

@@ -266,11 +266,14 @@ def test_the_death_of_the_command_leaves_no_process(embedded: bool, cluster: Clu
 def own_cluster(job: Running) -> int:
     """The process of the cluster that a command started, when the ranks train."""
     own: list[int] = []
+    written: set[float] = set()  # when; at first with the rows from before a restart
 
     def ranks_train() -> bool:
         own[:] = [pid for pid in marked(job.mark) if b"own_cluster" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         logs = [path.stat().st_mtime for path in (job.folder / "run" / "metrics.csv",) if path.exists()]
-        return len(own) == 1 and bool(logs) and max(logs) > Path(f"/proc/{own[0]}").stat().st_mtime
+        if len(own) == 1:
+            written.update(time for time in logs if time > Path(f"/proc/{own[0]}").stat().st_mtime)
+        return len(written) > 1
 
     until(ranks_train, job.folder)
     return own[0]
