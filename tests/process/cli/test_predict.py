@@ -135,6 +135,7 @@ KG_TABLE = ("data=planted_kg", "model=kg", "model.dimension=8", "data.num_entiti
 KG_TABLE = (*KG_TABLE, "data.num_triples=400", "trainer.max_epochs=1", "logger=none", "cluster=local")
 
 
+@pytest.mark.slow
 def test_balanced_classes_are_those_of_the_training_on_new_nodes(tmp_path: Path) -> None:
     """New rows need no labels to be predicted, and are tested with the weights of the training's classes."""
     rng = np.random.default_rng(0)

@@ -253,6 +253,7 @@ class Diverging(NodeClassifier):
         return {**outputs, "loss": outputs["loss"] * (math.nan if self.global_step >= 2 else 1.0)}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_no_checkpoint_within_an_epoch_has_parameters_that_are_not_numbers(tmp_path: Path) -> None:
     """The one before stays the last. (A run of gtrain ends with the epoch, before its end is saved.)"""
