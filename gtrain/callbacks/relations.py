@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
+from gtrain.engine.precision import sum_dtype
 from gtrain.graph.store import Store
 from gtrain.nn.recipe import EdgeRecipe, ModelRecipe
 
@@ -124,7 +125,7 @@ _DESCRIBED = ("heads", "tails", "operator", "dimension", "relations")
 def _numbers(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Numbers]:
     # numpy has no bfloat16
     arrays = {name: value.detach().cpu() for name, value in parameters.items()}
-    return {name: x.to(torch.promote_types(x.dtype, torch.float32)).numpy() for name, x in arrays.items()}
+    return {name: x.to(sum_dtype(x.dtype)).numpy() for name, x in arrays.items()}
 
 
 def files_beside(path: Path, fmt: str) -> dict[str, Path]:

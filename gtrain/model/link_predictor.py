@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torchmetrics import MetricCollection
 
-from gtrain.engine.precision import without_autocast
+from gtrain.engine.precision import sum_dtype, without_autocast
 from gtrain.errors import ConfigError
 from gtrain.model.candidate_ranks import ranks
 from gtrain.model.decoders import Decoder
@@ -171,7 +171,7 @@ class LinkPredictor(EdgeModel):
         embeddings = self(batch)
         _, _, true, negative = self._loss(batch, embeddings, split)
         # Ranks need full precision: in bfloat16 many scores are equal.
-        source, target = (rows.to(torch.promote_types(rows.dtype, torch.float32)) for rows in embeddings)
+        source, target = (rows.to(sum_dtype(rows.dtype)) for rows in embeddings)
         with without_autocast(source):
             tail_ranks, head_ranks = self._ranks(batch, (source, target))
         self._log_scores(split, (tail_ranks, head_ranks), true, negative[:, 0])

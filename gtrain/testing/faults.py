@@ -65,5 +65,7 @@ class Terminate(pl.Callback):
             os.kill(os.getppid() if self._to_agent else os.getpid(), signal.SIGTERM)
             assert isinstance(trainer.strategy, GraphStrategy)
             late = time.monotonic() + _SECONDS
-            while not trainer.strategy.interruption.requested and time.monotonic() < late:
+            while not trainer.strategy.interruption.requested:
+                if time.monotonic() > late:
+                    raise TimeoutError(f"rank {trainer.global_rank} got no SIGTERM within {_SECONDS:g} s.")
                 time.sleep(0.005)
