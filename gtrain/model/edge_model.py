@@ -16,7 +16,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from gtrain.model.candidate_ranks import Chosen, Tiles, known_of, left_out, queries_at_once, rank
 from gtrain.model.decoders import Decoder
-from gtrain.model.module import MeanLoss, OptimizedModule, log_mean_loss
+from gtrain.model.module import MeanLoss, OptimizedModule, log_mean_loss, sum_in_float64
 from gtrain.model.outputs import EdgeScores
 from gtrain.protocols import Lists, Spread
 
@@ -52,9 +52,7 @@ class Ranking(Metric):
             values = (ranks <= self.limit).double()
         else:
             values = 1.0 / ranks if self.name == "mrr" else ranks
-        if self.total.dtype != torch.float64:
-            # Lightning casts metrics to the run's precision, which would round sums.
-            self.set_dtype(torch.float64)
+        sum_in_float64(self, self.total)
         self.total += values.double().sum()
         self.count += ranks.numel()
 

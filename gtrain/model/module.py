@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 
 from gtrain.errors import ConfigError
 from gtrain.nn import JointOptimizer, RowOptimizer, tables
@@ -34,6 +34,15 @@ class MeanLoss(MeanMetric):
         self.weight.add_(weight)
 
 
+def sum_in_float64(metric: Metric, state: Tensor) -> None:
+    """Have a metric sum in float64 from its next update on, given one of its states.
+
+    Lightning casts metrics to the run's precision, which would round sums.
+    """
+    if state.dtype != torch.float64:
+        metric.set_dtype(torch.float64)
+
+
 def log_mean_loss(module: pl.LightningModule, split: str, total: Tensor, weight: Tensor) -> Tensor:
     """Return ``total / weight``, 0 without rows, and log the epoch's mean as ``<split>/loss``.
 
@@ -47,9 +56,7 @@ def log_mean_loss(module: pl.LightningModule, split: str, total: Tensor, weight:
     loss = total / weight.clamp(min=torch.finfo(weight.dtype).tiny)
     metric: MeanLoss = getattr(module, f"{split}_loss")
     first = not metric.update_count  # of the epoch
-    if metric.dtype != torch.float64:
-        # Lightning casts metrics to the run's precision, which would round sums.
-        metric.set_dtype(torch.float64)
+    sum_in_float64(metric, metric.mean_value)
     metric.update(total.detach().double(), weight.detach().double())
     if first:
         # Lightning computes it at the epoch's end; logging it each time costs as much as a small step.

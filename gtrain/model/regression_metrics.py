@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from gtrain.model.module import sum_in_float64
+
 
 def regression_metrics(prefix: str) -> MetricCollection:
     """Return the mean absolute error ``mae``, the root mean squared error ``rmse`` and the coefficient ``r2``.
@@ -43,9 +45,7 @@ class _Sums(Metric):
 
     def add(self, *totals: Tensor | int) -> None:
         """Add the sums over the rows of a batch, which may be none."""
-        if self.sums.dtype != torch.float64:
-            # Lightning casts metrics to the run's precision, which would round sums.
-            self.set_dtype(torch.float64)
+        sum_in_float64(self, self.sums)
         self.sums += torch.stack([torch.as_tensor(total).to(self.sums) for total in totals])
 
 
