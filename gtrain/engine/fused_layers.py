@@ -19,18 +19,28 @@ from torch.autograd.function import once_differentiable
 from torch_geometric.nn import Linear
 from torch_geometric.nn.conv import GATConv, GINConv, GraphConv, MessagePassing, SAGEConv
 
-from gtrain.engine.attention.fused import AttentionBackward, AttentionSettings, attention_blocks, row_dots
+from gtrain.engine.attention.fused import AttentionBackward, AttentionSettings, attention_blocks
 from gtrain.engine.bipartite import SortedEdges, bipartite_layer
 from gtrain.engine.constants import Constants
 from gtrain.engine.edges import EdgeBlocks
 from gtrain.engine.few_edges import DTYPES, FEW, FewEdges
 from gtrain.engine.gin import first_linear, gin_layer
 from gtrain.engine.halo import incremental
+from gtrain.engine.kernels import row_dots
 from gtrain.engine.linear import LinearCall, PackedSums, aggregate
 from gtrain.engine.patching import ReplacedMethod
-from gtrain.engine.precision import add_product, column_sums, product_dtype, rows_at_once, sum_dtype, without_autocast
+from gtrain.engine.precision import (
+    add_product,
+    column_sums,
+    product,
+    product_dtype,
+    rows_at_once,
+    sum_dtype,
+    without_autocast,
+)
 from gtrain.engine.propagate_call import reduction
 from gtrain.engine.schedule import Schedule
+from gtrain.memory.reuse import empty
 from gtrain.nn.compressed import CompressedMatrix, is_compressed, with_gradient
 from gtrain.nn.depth import meters
 from gtrain.nn.dropout import Mask, TypeTag
@@ -172,12 +182,12 @@ class _TransformThenSum(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         rows, (weight, scale) = x.detach().to(dtype), factors
-        sent = rows.new_empty((len(rows), len(left)))
+        sent = empty((len(rows), len(left)), dtype, rows.device)
         needed = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
         ctx.packed = PackedSums([LinearCall(blocks, sent, weight, scale=scale)], schedule, needed)
         ctx.packed.post(incremental(partial(_multiply, rows, left.to(dtype), sent)))
         del sent  # finish() frees it
-        out = rows[: blocks.num_targets] @ right.to(dtype).t()
+        out = product(rows[: blocks.num_targets], right.to(dtype).t())
         if blocks.exchange.rounds > 1:
             out = out.to(sum_dtype(dtype))
         ctx.packed.add_local_block([out])
@@ -202,7 +212,7 @@ class _TransformThenSum(torch.autograd.Function):
             if ctx.needs_input_grad[3]:
                 # Of equal width, it overwrites the gradient that it is computed from.
                 same = left.size(0) == left.size(1) and dsent.dtype == ctx.x_dtype
-                dx = dsent if same else torch.empty_like(x, dtype=ctx.x_dtype)
+                dx = dsent if same else empty(x.shape, ctx.x_dtype, x.device)
             first, count = 0, rows_at_once(x)
             for until in packed.receive_by_rows():
                 for low in range(first, until, count):
@@ -261,7 +271,7 @@ class _SumThenTransform(torch.autograd.Function):
             ctx.packed = PackedSums([call], schedule, ctx.needs_input_grad[3])
             (aggregated,) = ctx.packed.start()
         roots = x.detach()[: call.blocks.num_targets].to(dtype)
-        out = roots @ right.to(dtype).t()
+        out = product(roots, right.to(dtype).t())
         if ctx.packed is not None:
             ctx.packed.finish([aggregated])
         aggregated = aggregated.to(dtype)
@@ -281,7 +291,7 @@ class _SumThenTransform(torch.autograd.Function):
         # It is as large as x, and is not needed for the rest of the pass.
         del aggregated
         if packed is not None and packed.needed:
-            dsums, (edges,) = gradient @ left.to(gradient.dtype), packed.sums
+            dsums, (edges,) = product(gradient, left.to(gradient.dtype)), packed.sums
             if edges.mean:
                 dsums.div_(edges.blocks.divisor(dsums))
             packed.send([dsums])
@@ -345,7 +355,9 @@ class _Layer(torch.autograd.Function):
             ctx.out = SavedOnce(
                 _attend(ctx.settings, dtype, (x, weight, att_source, att_target, bias), trains=False)[0]
             )
-        kept = ctx.kept.pop() if ctx.kept else lambda: (x.to(dtype) @ weight.to(dtype).t()).view(-1, heads, channels)
+        kept = (
+            ctx.kept.pop() if ctx.kept else lambda: product(x.to(dtype), weight.to(dtype).t()).view(-1, heads, channels)
+        )
         dots = _Dots(grad, ctx.out.take().view_as(grad), bias)
         vectors = _vectors(att_source, att_target, sum_dtype(dtype))
         dense = DenseGradients(x, weight, vectors, dtype, needed=ctx.needs_input_grad[2])
@@ -365,7 +377,7 @@ def _attend(settings: AttentionSettings, dtype: torch.dtype, tensors: Tensors, t
     """
     x, weight, att_source, att_target, bias = tensors
     heads, channels = att_source.shape[-2:]
-    rows, exact = x.new_empty((len(x), heads, channels), dtype=dtype), sum_dtype(dtype)
+    rows, exact = empty((len(x), heads, channels), dtype, x.device), sum_dtype(dtype)
     source, target = (x.new_empty((len(x), heads), dtype=exact) for _ in range(2))
     vectors, transposed = _vectors(att_source, att_target, exact), weight.to(dtype).t()
 
@@ -453,7 +465,7 @@ class DenseGradients:
         drows = attention.dx.flatten(1)
         if self._needed and self.dx is None:
             same = drows.size(1) == self._x.size(1) and drows.dtype == self._x.dtype
-            self.dx = drows if same else torch.empty_like(self._x)
+            self.dx = drows if same else empty(self._x.shape, self._x.dtype, self._x.device)
         for part in _parts(rows, drows):
             x, of_part = (_take(tensor, part).to(self._weight.dtype) for tensor in (self._x, drows))
             dsource, dtarget = _take(attention.dsource, part), _take(attention.dtarget, part)

@@ -30,6 +30,7 @@ from gtrain.engine.halo import (
 from gtrain.engine.kernels import sddmm, spmm
 from gtrain.engine.precision import sum_dtype, without_autocast
 from gtrain.engine.schedule import Schedule
+from gtrain.memory.reuse import zeros
 
 
 @dataclass
@@ -160,7 +161,7 @@ class PackedSums:
         self.post()
         tensors = [self.rows[sums.source][1] for sums in self.sums]
         outs = [
-            rows.new_zeros((sums.blocks.num_targets, *rows.shape[1:]), dtype=sum_dtype(rows.dtype))
+            zeros((sums.blocks.num_targets, *rows.shape[1:]), sum_dtype(rows.dtype), rows.device)
             for sums, rows in zip(self.sums, tensors, strict=True)
         ]
         self.add_local_block(outs)
@@ -252,7 +253,7 @@ class PackedSums:
         if i not in self._gradients:
             shape, dtype, device = self._like[i]
             total = sum_dtype(dtype) if self.rows[i][0].rounds > 1 else dtype
-            self._gradients[i] = torch.zeros(shape, dtype=total, device=device)
+            self._gradients[i] = zeros(shape, total, device)
         return self._gradients[i]
 
     def take_gradients(self) -> dict[int, Tensor]:

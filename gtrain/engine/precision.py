@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-_ROWS, _DEVICE_ROWS = 1 << 12, 1 << 15
+from gtrain.memory.reuse import empty
+
+_ROWS, _DEVICE_ROWS = 1 << 9, 1 << 15
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -56,6 +58,11 @@ class AutocastState:
         if self._enabled == in_autocast(self._device):
             return nullcontext()
         return torch.autocast(self._device, self._dtype, enabled=self._enabled)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b`` of two matrices, without a gradient, in memory that was freed before if it is large."""
+    return torch.mm(a, b, out=empty((len(a), b.size(1)), a.dtype, a.device))
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:

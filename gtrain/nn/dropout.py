@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,12 +31,19 @@ from torch_geometric.nn.conv import MessagePassing
 
 from gtrain.kernels.available import has_triton
 from gtrain.kernels.splitmix import GOLDEN, MIX_1, MIX_2, key
+from gtrain.kernels.threads import num_threads, run_in_threads
 from gtrain.nn.compressed import CompressedMatrix, address_of, as_dense, is_compressed
 from gtrain.protocols import batch_entry
 
 _WORD = 1 << 64
 _CHUNK = 1 << 20  # elements whose masks plain torch code computes at once
-_COMPILED: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
+_THREAD_ELEMENTS = 1 << 16  # fewer are not worth another thread
+_COMPILED: dict[torch.dtype, Any] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.bfloat16: np.float32,
+}
+"""Dtypes that compiled loops take, and those of their factors."""
 _log = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------------------------------------- masks
@@ -86,11 +94,12 @@ class Mask(NamedTuple):
         if values.device.type == "cpu" and dtype in _COMPILED:
             from gtrain.nn.dropout_kernels import drop_entries
 
-            threshold, scale = np.uint32(min(self.threshold, (1 << 32) - 1)), _COMPILED[dtype](self.scale)
+            # A product of two numbers of bfloat16 is exact in float32.
+            values = values.float() if dtype == torch.bfloat16 else values
             out = torch.empty_like(values)
             arrays = (values.numpy(), out.numpy(), rows.offsets.numpy(), rows.ids.numpy(), ids.numpy())
-            drop_entries(*arrays, words, np.uint64(self.stream), threshold, scale)
-            return x.with_values(out, dtype)
+            drop_entries(*arrays, words, *self._for_kernels(dtype))
+            return x.with_values(out.to(dtype), dtype)
         column = rows.ids.long()
         count = ids.long()[rows.row_of_entry()] * words + column // 2
         bits = _mix(count * _signed(GOLDEN) + _signed(self.stream))
@@ -110,10 +119,7 @@ class Mask(NamedTuple):
         out = rows if inplace or copied else torch.empty_like(rows)
         flat, flat_out = rows.view(len(ids), -1), out.view(len(ids), -1)
         if rows.device.type == "cpu" and rows.dtype in _COMPILED:
-            from gtrain.nn.dropout_kernels import drop
-
-            threshold, scale = np.uint32(min(self.threshold, (1 << 32) - 1)), _COMPILED[rows.dtype](self.scale)
-            drop(flat.numpy(), flat_out.numpy(), ids.numpy(), np.uint64(self.stream), threshold, scale)
+            self._drop_compiled(flat, flat_out, ids)
         elif rows.is_cuda and has_triton():
             from gtrain.nn import dropout_device
 
@@ -124,6 +130,25 @@ class Mask(NamedTuple):
                 part = slice(low, low + chunk)
                 flat_out[part] = flat[part] * (self.not_dropped(ids[part], flat.size(1)).to(x.dtype) * self.scale)
         return x.detach().copy_(out) if inplace and copied else out
+
+    def _drop_compiled(self, x: Tensor, out: Tensor, ids: Tensor) -> None:
+        """Set ``out`` to ``x`` ``[n, columns]`` times its mask, in all threads."""
+        from gtrain.nn import dropout_kernels as kernels
+
+        loop, arguments = kernels.drop, self._for_kernels(x.dtype)
+        if x.dtype == torch.bfloat16:
+            loop, x, out = kernels.drop_rounded, x.view(torch.uint16), out.view(torch.uint16)
+        arrays = x.numpy(), out.numpy(), ids.numpy()
+        count = max(min(num_threads(), x.numel() // _THREAD_ELEMENTS), 1)
+        bounds = [len(ids) * i // count for i in range(count + 1)]
+        run_in_threads(
+            [partial(loop, *(array[low:high] for array in arrays), *arguments) for low, high in pairwise(bounds)]
+        )
+
+    def _for_kernels(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Return stream, threshold and factor as compiled loops over numbers of a dtype take them."""
+        factor = _COMPILED[dtype](float(torch.tensor(self.scale, dtype=dtype)))
+        return np.uint64(self.stream), np.uint32(min(self.threshold, (1 << 32) - 1)), factor
 
 
 NO_DROPOUT = Mask(0.0, 0)

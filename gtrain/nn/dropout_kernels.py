@@ -13,6 +13,8 @@ from numba import njit
 from gtrain.kernels.random import GOLDEN, mix
 
 _SHIFT_32, _SHIFT_33 = np.uint64(32), np.uint64(33)
+_SHIFT_16, _HALF, _ONE = np.uint32(16), np.uint32(0x7FFF), np.uint32(1)
+_SIGN, _INFINITY, _QUIET = np.uint32(1 << 31), np.uint32(0x7F800000), np.uint32(0x40)
 
 
 @njit(cache=True, nogil=True)
@@ -44,6 +46,30 @@ def drop(x: Any, out: Any, ids: Any, stream: Any, threshold: Any, scale: Any) ->
         fill_words(bits, ids[i], words, stream)
         for c in range(columns):
             out[i, c] = x[i, c] * (scale if bits[c] >= threshold else nothing)
+
+
+@njit(cache=True, nogil=True)
+def drop_rounded(x: Any, out: Any, ids: Any, stream: Any, threshold: Any, scale: Any) -> None:
+    """As :func:`drop`, for bfloat16: ``x`` and ``out`` have its bits, as uint16; ``scale`` is float32.
+
+    A product is rounded to the nearest, ties to even; a NaN remains one.
+    """
+    columns = x.shape[1]
+    words = (columns + 1) // 2
+    bits, nothing = np.empty(2 * words, np.uint32), scale - scale
+    wide = np.empty(columns, np.uint32)
+    numbers = wide.view(np.float32)
+    for i in range(ids.size):
+        fill_words(bits, ids[i], words, stream)
+        for c in range(columns):
+            wide[c] = np.uint32(x[i, c]) << _SHIFT_16
+        for c in range(columns):
+            numbers[c] *= scale if bits[c] >= threshold else nothing
+        for c in range(columns):
+            word = wide[c]
+            upper = word >> _SHIFT_16
+            rounded = np.uint32(word + np.uint32(_HALF + (upper & _ONE))) >> _SHIFT_16
+            out[i, c] = (upper | _QUIET) if (word & ~_SIGN) > _INFINITY else rounded
 
 
 @njit(cache=True, nogil=True)

@@ -22,6 +22,7 @@ from gtrain.graph.shard.graph import HeteroShard, load_hetero_shard
 from gtrain.graph.shard.nodes import ShardNodes
 from gtrain.graph.store import Store
 from gtrain.memory.heap import give_back_freed
+from gtrain.memory.reuse import free_large, keep_large
 from gtrain.nn import DglGraph
 from gtrain.nn.dropout import StepRows, rows_of
 from gtrain.settings import as_typed
@@ -141,6 +142,7 @@ class SarStrategy(GraphStrategy):
         # Lightning creates the first loader, and with it the shard, after this call
         self._module = module
         if self.root_device.type == "cpu":
+            keep_large()
             load_kernels(module, self.dtype)
             if self.precision_plugin.precision == "bf16-mixed":
                 load_kernels(module, torch.bfloat16)
@@ -149,6 +151,7 @@ class SarStrategy(GraphStrategy):
 
     def uninstall(self, module: nn.Module) -> None:
         self._module = None
+        free_large()
         if self._patcher is not None:
             self._patcher.uninstall()
 

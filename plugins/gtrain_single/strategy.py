@@ -20,6 +20,7 @@ from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.shard.whole import load_whole_hetero
 from gtrain.graph.store import Store
 from gtrain.memory.heap import give_back_freed, keep_freed
+from gtrain.memory.reuse import free_large, keep_large
 from gtrain.protocols import OrdersByQuery
 from gtrain.strategy.base import GraphStrategy
 from gtrain_single import SERVES
@@ -79,11 +80,13 @@ class SingleStrategy(GraphStrategy):
         return _Steps(loader, whole, batch)
 
     def install(self, module: Module) -> None:
+        keep_large()
         if self.settings.layers == "auto":
             self._engine.install(module)
 
     def uninstall(self, module: Module) -> None:
         self._engine.uninstall()
+        free_large()
 
     def follows_messages(self, conv: Module) -> bool:
         return not self._engine.runs(conv)

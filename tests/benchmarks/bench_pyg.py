@@ -4,12 +4,13 @@
     python tests/benchmarks/bench_pyg.py --what loader --scale 0.1 --folder DIR
 
 loader: complete batches (features, labels, edge ids) in one process, beside DGL's loader. ranks: two ranks that sample
-and fetch over TCP, and in shared memory. model: an epoch of a three-layer GraphSAGE, beside the same model on PyG's
-own loader over the same samples, untrimmed. memory: PSS of a rank at its highest, above its resident set before data
-(``baseline_rss_bytes``) and above its PSS before data. cache: remote features for each seed, with the cache and the
-look-ahead. growth: CPU time of a drawn edge and of a distinct row of a batch, with 100,000 nodes and with a million,
-beside that of a row read at random from arrays of these sizes. network: two ranks in namespaces of their own, 1 Gbit/s
-and 2 ms apart, with encryption. subgraphs: what induced and bidirectional subgraphs cost.
+and fetch over TCP, and in shared memory. model: steps of GraphSAGE and GAT in float32 and bfloat16, beside DGL's, and
+GraphSAGE beside its products alone and on PyG's own loader over the same samples, untrimmed. memory: PSS of a rank at
+its highest, above its resident set before data (``baseline_rss_bytes``) and above its PSS before data. cache: remote
+features for each seed, with the cache and the look-ahead. growth: CPU time of a drawn edge and of a distinct row of a
+batch, with 100,000 nodes and with a million, beside that of a row read at random from arrays of these sizes. network:
+two ranks in namespaces of their own, 1 Gbit/s and 2 ms apart, with encryption. subgraphs: what induced and
+bidirectional subgraphs cost.
 
 The graph has 500,000 nodes, 17.6 M directed edges, 100 features, 47 classes; fan-out 15-10-5, 1024 seeds a rank and
 step. One thread a rank. Seeds/s are by wall and by CPU seconds; trust the second where other programs compute.
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ MBIT, MILLISECONDS = 1000, 2.0
 FAN_OUT = "15,10,5"
 BATCH = 1024
 IDLE = "model._target_=pyg_probe.Idle"
-SAGE = ["model=sage", "model.num_layers=3", "model.hidden_channels=256"]
+SAGE = ["model=sage", "model.num_layers=3", "model.hidden_channels=256", "model.dropout=0"]
+GAT = ["model=gat", "model.num_layers=3", "model.hidden_channels=256", "model.heads=4", "model.dropout=0"]
 Check = tuple[str, float, float, bool]
 """What is checked, what was found, the limit, and whether the limit is a least value."""
 
@@ -142,22 +144,26 @@ def measure_loader(bench: Bench) -> Iterator[Check]:
     settings = bench.graph(1)
     ours = bench.run("loader", 1, [*settings, IDLE])
     show("gtrain, one process", ours)
-    if importlib.util.find_spec("dgl") is None:
+    if has_dgl():
+        theirs = peer(bench, "pyg_dgl.py")
+        show("DGL, one process", theirs)
+        yield "one process: seeds/CPU s over DGL's", rate(ours, "cpu") / rate(theirs, "cpu"), 2.5, True
+
+
+def has_dgl() -> bool:
+    """Whether DGL is installed."""
+    found = importlib.util.find_spec("dgl") is not None
+    if not found:
         print("DGL: skipped, it is not installed: pip install 'gtrain[dgl]'")
-        return
-    out = bench.folder / "dgl.json"
-    script = [
-        sys.executable,
-        str(PEERS / "pyg_dgl.py"),
-        bench.store_path,
-        FAN_OUT,
-        str(BATCH),
-        str(bench.steps),
-    ]
-    bench.command([*script, str(out)])
-    theirs = [json.loads(out.read_text())]
-    show("DGL, one process", theirs)
-    yield "one process: seeds/CPU s over DGL's", rate(ours, "cpu") / rate(theirs, "cpu"), 2.5, True
+    return found
+
+
+def peer(bench: Bench, script: str, *arguments: str) -> list[dict[str, Any]]:
+    """What a peer took on the graph made last."""
+    out = bench.folder / "peer.json"
+    command = [sys.executable, str(PEERS / script), bench.store_path, FAN_OUT, str(BATCH), str(bench.steps), str(out)]
+    bench.command([*command, *arguments])
+    return [json.loads(out.read_text())]
 
 
 def measure_ranks(bench: Bench) -> Iterator[Check]:
@@ -173,26 +179,32 @@ def measure_ranks(bench: Bench) -> Iterator[Check]:
 def measure_model(bench: Bench) -> Iterator[Check]:
     """One process, with a model."""
     settings = bench.graph(1)
-    ours = bench.run("model", 1, [*settings, *SAGE])
-    show("gtrain, GraphSAGE 3 x 256", ours)
-    if not any(importlib.util.find_spec(name) for name in ("pyg_lib", "torch_sparse")):
-        print("PyG's own sampling: skipped, neither pyg-lib nor torch-sparse is installed; its loader gets our kernels")
-    out = bench.folder / "nodeloader.json"
-    script = [
-        sys.executable,
-        str(PEERS / "pyg_nodeloader.py"),
-        bench.store_path,
-        FAN_OUT,
-        str(BATCH),
-        str(bench.steps),
-    ]
-    bench.command([*script, str(out)])
-    theirs = [json.loads(out.read_text())]
-    show("PyG's NodeLoader, untrimmed", theirs)
-    yield "epoch with the model: CPU of PyG's loader / ours", rate(ours, "cpu") / rate(theirs, "cpu"), 2.0, True
-    step, alone = ours[0]["cpu"] / ours[0]["steps"], products_alone(ours[0]["targets"])
+    sage = yield from beside_dgl(bench, "sage", [*settings, *SAGE], 1.25, 1.8)
+    step, alone = sage[0]["cpu"] / sage[0]["steps"], products_alone(sage[0]["targets"])
     print(f"a step: {step:.3f} CPU s; its dense products alone: {alone:.3f} CPU s")
     yield "CPU of a step / its dense products alone", step / alone, 1.25, False
+    yield from beside_dgl(bench, "gat", [*settings, *GAT], 1.4, 1.4)
+    if not any(importlib.util.find_spec(name) for name in ("pyg_lib", "torch_sparse")):
+        print("PyG's own sampling: skipped, neither pyg-lib nor torch-sparse is installed; its loader gets our kernels")
+    theirs = peer(bench, "pyg_nodeloader.py")
+    show("PyG's NodeLoader, GraphSAGE, untrimmed", theirs)
+    yield "epoch with the model: CPU of PyG's loader / ours", rate(sage, "cpu") / rate(theirs, "cpu"), 2.0, True
+
+
+def beside_dgl(
+    bench: Bench, model: str, settings: list[str], least: float, least_in_bf16: float
+) -> Generator[Check, None, list[dict[str, Any]]]:
+    """A model in float32 and in bfloat16, and in DGL; returns what the first one's probe wrote."""
+    precisions = {"32-true": least, "bf16-mixed": least_in_bf16}
+    ours = {name: bench.run(f"{model}-{name}", 1, [*settings, f"trainer.precision={name}"]) for name in precisions}
+    for name, found in ours.items():
+        show(f"gtrain, {model}, {name}", found)
+    if has_dgl():
+        theirs = peer(bench, "pyg_dgl.py", model)
+        show(f"DGL, {model}", theirs)
+        for name, limit in precisions.items():
+            yield f"{model}, {name}: seeds/CPU s over DGL's", rate(ours[name], "cpu") / rate(theirs, "cpu"), limit, True
+    return ours["32-true"]
 
 
 def products_alone(targets: list[float]) -> float:

@@ -49,10 +49,12 @@ from gtrain.engine.kernels import (
     attention_backward,
     attention_finish,
     attention_forward,
+    row_dots,
 )
-from gtrain.engine.precision import rows_at_once, sum_dtype, without_autocast
+from gtrain.engine.precision import sum_dtype, without_autocast
 from gtrain.engine.schedule import Schedule
 from gtrain.errors import ConfigError
+from gtrain.memory.reuse import zeros
 from gtrain.nn.dropout import Mask
 
 # Of a message, which is in memory twice: as it is sent and as it is received.
@@ -303,7 +305,7 @@ def attention_blocks(
     arriving = stream(rows, schedule.window, produce)
     # Posts the exchange before memory is filled.
     first = next(arriving)
-    out = target.new_zeros((blocks.num_targets, *x.shape[1:]))
+    out = zeros((blocks.num_targets, *x.shape[1:]), target.dtype, target.device)
     state = AttentionState(out, target.new_full(target.shape, float("-inf")), torch.zeros_like(target))
     for r, (block_x, block_source) in chain([first], arriving):
         inputs = AttentionInputs(block_x, block_source, target, slope, dropout)
@@ -364,7 +366,7 @@ class AttentionBackward:
     @cached_property
     def dx(self) -> Tensor:
         """[n, H, C], at least float32."""
-        return torch.zeros_like(self.x, dtype=self.source.dtype)
+        return zeros(self.x.shape, self.source.dtype, self.x.device)
 
     @cached_property
     def dsource(self) -> Tensor:
@@ -385,11 +387,12 @@ class AttentionBackward:
 
     def local(self) -> None:
         """Add the gradients of edges within the part."""
+        # Frees the layer's result, before rows and gradients are allocated.
+        self.make_delta(len(self.delta))
         self._block(0, self.x, self.source, self.dx, self.dsource)
 
     def _block(self, r: int, x: Tensor, source: Tensor, dx: Tensor, dsource: Tensor) -> None:
         """Add block r's gradients to ``dx`` and ``dsource`` of its sources, and to the targets'."""
-        # Frees the layer's result, before gradients are allocated.
         self.make_delta(len(self.delta))
         inputs = AttentionInputs(x, source, self.target, self.settings.slope, self.settings.dropout)
         saved = TargetGradients(self.lse, self.delta, self.grad)
@@ -450,14 +453,6 @@ class AttentionBackward:
         for k in range(max(messages.count - ahead - 1, 0), messages.count):
             messages.receive_answer(k)
         self._finish(next(finished))
-
-
-def row_dots(a: Tensor, b: Tensor, out: Tensor, low: int, high: int) -> None:
-    """Compute the rows ``low .. high-1`` of ``out[i, h] = <a[i, h], b[i, h]>``, [n, H], in chunks."""
-    count = 2 * rows_at_once(a)
-    for start in range(low, high, count):
-        part = slice(start, min(start + count, high))
-        torch.sum(a[part] * b[part], -1, dtype=out.dtype, out=out[part])
 
 
 class _Messages:

@@ -23,7 +23,15 @@ from gtrain.engine.kernels.plain import (
     PairInputs,
     TargetGradients,
 )
-from gtrain.engine.kernels.sums import extreme_backward, extreme_forward, extreme_state, load_sums, sddmm, spmm
+from gtrain.engine.kernels.sums import (
+    extreme_backward,
+    extreme_forward,
+    extreme_state,
+    load_sums,
+    row_dots,
+    sddmm,
+    spmm,
+)
 
 __all__ = [
     "AttentionGradients",
@@ -45,6 +53,7 @@ __all__ = [
     "load_sums",
     "pair_backward",
     "pair_forward",
+    "row_dots",
     "sddmm",
     "spmm",
 ]

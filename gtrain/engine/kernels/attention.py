@@ -33,6 +33,7 @@ from gtrain.engine.edges import CompressedEdges
 from gtrain.engine.kernels import plain
 from gtrain.engine.kernels.plain import AttentionGradients, AttentionInputs, AttentionState, TargetGradients
 from gtrain.engine.kernels.rows import add_scaled, data, dot_and_add_scaled, prefetch_row, scale_by
+from gtrain.engine.kernels.sums import row_dots
 from gtrain.engine.kernels.threads import as_numpy, form_for, row_ranges, run_over_rows, runs_compiled
 from gtrain.engine.precision import sum_dtype
 from gtrain.kernels.exponential import exp_all
@@ -129,6 +130,8 @@ def load_attention(edge: CompressedEdges, dtype: torch.dtype) -> None:
     rows, logits = torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=sum_dtype(dtype))
     inputs, state = AttentionInputs(rows, logits, logits, 0.2, NO_DROPOUT), attention_state(1, rows)
     attention_forward(edge, inputs, state)
+    for gradient in (rows, state.out):
+        row_dots(gradient, state.out, logits.clone(), 0, 1)
     saved = TargetGradients(attention_finish(state), torch.zeros_like(logits), torch.zeros_like(state.out))
     gradients = AttentionGradients(torch.zeros_like(state.out), torch.zeros_like(logits), torch.zeros_like(logits))
     attention_backward(edge, inputs, saved, gradients)

@@ -5,6 +5,8 @@ Maxima and minima run over several blocks, with the number of messages that atta
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,12 @@ from torch import Tensor
 from gtrain.engine.edges import CompressedEdges
 from gtrain.engine.kernels.plain import ExtremeState
 from gtrain.engine.kernels.rows import add, add_scaled, copy, data, dot, prefetch_row
-from gtrain.engine.kernels.threads import form_for, run_over_rows, runs_compiled
-from gtrain.engine.precision import sum_dtype
+from gtrain.engine.kernels.threads import as_numpy, form_for, run_over_rows, runs_compiled
+from gtrain.engine.precision import rows_at_once, sum_dtype
 from gtrain.kernels.options import inlined
+from gtrain.kernels.threads import num_threads, run_in_threads
+
+_DOT_ROWS = 1 << 12  # fewer rows are not worth another thread
 
 
 def spmm(block: CompressedEdges, x: Tensor, out: Tensor, weight: Tensor | None = None) -> None:
@@ -48,6 +53,25 @@ def sddmm(block: CompressedEdges, a: Tensor, b: Tensor, out: Tensor) -> None:
         run_over_rows(block, _sddmm, a, b, out)
     else:
         form_for(a).sddmm(block, a, b, out)
+
+
+def row_dots(a: Tensor, b: Tensor, out: Tensor, low: int, high: int) -> None:
+    """Set the rows ``low .. high-1`` of ``out`` to the inner products ``<a[row], b[row]>``, head by head.
+
+    Args:
+        a, b: ``[R, H, C]``.
+        out: ``[R, H]``.
+        low, high: the rows.
+    """
+    if runs_compiled([], [out], [a, b]):
+        cuts = torch.linspace(low, high, 1 + min(num_threads(), -(-(high - low) // _DOT_ROWS))).long().tolist()
+        arrays = [as_numpy(tensor) for tensor in (a, b, out)]
+        run_in_threads([partial(_row_dots, *arrays, *ends) for ends in pairwise(cuts)])  # type: ignore[call-arg]
+        return
+    count = rows_at_once(a)
+    for start in range(low, high, count):
+        part = slice(start, min(start + count, high))
+        torch.sum(a[part] * b[part], -1, dtype=out.dtype, out=out[part])
 
 
 def load_sums(edge: CompressedEdges, dtype: torch.dtype) -> None:
@@ -123,6 +147,15 @@ def _sddmm(block: Any, a: Any, b: Any, out: Any, first: int, last: int) -> None:
             other, to = column[e] * width, position[e] * heads
             for h in range(heads):
                 result[to + h] = dot(left, start + h * channels, right, other + h * channels, channels)
+
+
+@njit(cache=True, nogil=True)
+def _row_dots(a: Any, b: Any, out: Any, first: int, last: int) -> None:
+    """Rows ``first .. last-1`` of :func:`row_dots`."""
+    heads, channels = a.shape[1], a.shape[2]
+    left, right, result = data(a), data(b), data(out)
+    for at in range(first * heads, last * heads):
+        result[at] = dot(left, at * channels, right, at * channels, channels)
 
 
 def extreme_state(num_targets: int, x: Tensor, largest: bool) -> ExtremeState:

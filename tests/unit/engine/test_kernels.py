@@ -90,6 +90,23 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 # ------------------------------------------------------------------------------------------------- sparse products
 
 
+@pytest.mark.parametrize("heads,channels", SHAPES)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float64,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)], ids=str
+)
+@pytest.mark.parametrize("count", [1, 4], ids=["one thread", "four threads"])
+def test_inner_products_of_rows(
+    heads: int, channels: int, dtypes: tuple[torch.dtype, ...], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels.sums, "num_threads", lambda: count)
+    monkeypatch.setattr(kernels.sums, "_DOT_ROWS", 3)
+    a, b = (torch.randn(20, heads, channels, dtype=torch.float64).to(dtype) for dtype in dtypes)
+    out = torch.full((20, heads), math.nan, dtype=dtypes[1])
+    for low, high in ((0, 7), (7, 7), (7, 20)):
+        kernels.row_dots(a, b, out, low, high)
+    torch.testing.assert_close(out, (a.to(b.dtype) * b).sum(-1), **TIGHT[dtypes[1]])
+
+
 @pytest.mark.parametrize("dtype", TIGHT)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("heads", "channels"), SHAPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,6 +66,18 @@ def test_compiled_masks_are_those_of_plain_code(shape: tuple[int, ...], dtype: t
     torch.testing.assert_close(mask.drop(x.half(), ids), (x.half() * (kept / 0.7).half()))
     strided = torch.randn(*shape, 2, dtype=dtype)[..., 0]
     torch.testing.assert_close(mask.drop(strided, ids, inplace=True), strided)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_and_bfloat16_compute_what_plain_code_does(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, ids, mask = torch.randn(200, 33).to(dtype), torch.randperm(1000)[:200], Mask(0.3, key(5))
+    x[3, 4], x[5, 6], x[7, 8] = math.nan, math.inf, 3e38
+    plain = x * (mask.not_dropped(ids, 33).to(dtype) * mask.scale)
+    expected = mask.drop(x, ids)
+    torch.testing.assert_close(expected, plain, rtol=0, atol=0, equal_nan=True)
+    monkeypatch.setattr("gtrain.nn.dropout.num_threads", lambda: 4)
+    monkeypatch.setattr("gtrain.nn.dropout._THREAD_ELEMENTS", 7)
+    torch.testing.assert_close(mask.drop(x, ids), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
