@@ -12,9 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+from gtrain.engine.precision import LOW, product_dtype
+
+_ROWS_STEP = 64
 
 
 class Queries:
@@ -45,7 +50,11 @@ class Queries:
             most: queries whose scores are in memory at a time; if there are more, the backward pass recomputes them.
         """
 
+        # oneDNN compiles products in bfloat16 for each number of rows, which takes longer than the product.
+        step = _ROWS_STEP if product_dtype(rows) in LOW else 1
+
         def of_block(rows: Tensor, query: Tensor, answer: Tensor) -> Tensor:
+            rows = F.pad(rows, (0, 0, 0, -len(rows) % step))
             losses: Tensor = _CrossEntropy.apply(score(rows), query, answer)  # type: ignore[no-untyped-call]
             return losses
 

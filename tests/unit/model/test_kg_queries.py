@@ -17,6 +17,7 @@ from gtrain.data.batches.edge_seeds import EdgeSeeds
 from gtrain.errors import ConfigError
 from gtrain.model.kg import training
 from gtrain.model.kg.embedding import KGEmbedding
+from gtrain.model.kg.queries import Queries
 from gtrain.model.kg.training import Triples
 
 N, R, EDGES = 12, 3, 60
@@ -43,6 +44,28 @@ def steps(size: int | None, seed: int | None) -> list[tuple[int, Tensor]]:
     index = torch.stack([all_edges.head, all_edges.tail])
     seeds = EdgeSeeds(index, {"type": all_edges.relation}, None, None, torch.arange(EDGES))
     return seeds.query_steps(size, seed)
+
+
+def test_products_in_bfloat16_have_few_shapes_and_padding_changes_no_loss() -> None:
+    torch.manual_seed(0)
+    every, table = edges(), torch.randn(N, 6, requires_grad=True)
+    queries, shapes = Queries(every.relation, every.head, every.tail, R), set()
+    rows = torch.randn(len(queries.given), 6, requires_grad=True)
+
+    def score(some: Tensor) -> Tensor:
+        shapes.add(len(some))
+        return some @ table.T
+
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = queries.losses(score, rows, 20)
+    assert shapes == {64}
+    losses.sum().backward()
+    gradient, table.grad = table.grad, None
+    exact = queries.losses(score, rows, 20)
+    assert shapes == {64, 20, len(rows) % 20}
+    exact.sum().backward()
+    torch.testing.assert_close(losses, exact, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(gradient, table.grad, rtol=0.02, atol=0.1)
 
 
 @pytest.mark.parametrize("per_block", [None, 5])
