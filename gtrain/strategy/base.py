@@ -489,10 +489,14 @@ class GraphStrategy(ParallelStrategy):
         if trainer is not None and dataloader.split == "train":
             # A resumed run continues with the order of its next epoch.
             dataloader.clock = lambda: trainer.current_epoch
+        return self.batches(self.shard_of(store), dataloader)
+
+    def shard_of(self, store: Store) -> Any:
+        """Return this rank's shard of a store, which is opened at the first call."""
         # One shard at a time: the previous store's may be as large as memory allows.
         if store.path not in self._shards:
             self._shards = {store.path: self.open_shard(store)}
-        return self.batches(self._shards[store.path], dataloader)
+        return self._shards[store.path]
 
     def _check_data(self, loader: SeedLoader) -> None:
         """Refuse a task, or a heterogeneous graph, that the backend does not support."""

@@ -90,8 +90,7 @@ def _add_looked_up(estimate: Estimate, run: PlannedRun, table: WideTable, batche
 def _add_products(estimate: Estimate, run: PlannedRun, table: WideTable, batches: EpochBatches, wire: Wire) -> None:
     """Add the products of the sparse features of a batch's nodes."""
     work, steps, load, whole = run.workload, batches.steps, batches.full.load, graph_load(run)
-    # A run chooses by the whole graph, also with sampled neighbours.
-    plan = chosen_plan(run, table, whole, wire)
+    plan = chosen_plan(run, table, load, wire)
     ships = plan.protocol == "ship"
     add_product_bytes(estimate, plan, batches.load, steps, wire, table.dim)
     _add_rows(estimate, run, "products", table.dim, load.rows, whole.rows)

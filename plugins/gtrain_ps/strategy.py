@@ -35,8 +35,8 @@ from gtrain_ps.config import PsConfig, make_folder
 from gtrain_ps.costs import Load
 from gtrain_ps.placement import Placement, spreading_multiplier
 from gtrain_ps.server.service import DTYPES
-from gtrain_ps.worker.batches import BatchSource, RowSource, WholeGraph, WorkerBatches
-from gtrain_ps.worker.planning import estimate_load, plan_of, rules_of
+from gtrain_ps.worker.batches import BatchSource, RowSource, WholeGraph, WorkerBatches, samples
+from gtrain_ps.worker.planning import estimate_load, estimate_sampled_load, plan_of, rules_of
 from gtrain_ps.worker.restarts import ROLE, RestartingStrategy
 from gtrain_ps.worker.row_table import RowTable, is_rows
 from gtrain_ps.worker.served_table import ServerTableStorage
@@ -230,7 +230,11 @@ class PsStrategy(RestartingStrategy):
             )
         loader = module.train_dataloader()
         assert isinstance(loader, SeedLoader)
-        return estimate_load(loader, self.world_size)
+        if not samples(loader):
+            return estimate_load(loader, self.world_size)
+        return estimate_sampled_load(
+            loader, self.shard_of(loader.store).for_loader(loader, trim=False), self.world_size
+        )
 
     # ---------------------------------------------------------------------------------------------------- steps
 

@@ -39,6 +39,11 @@ class BatchSource(Protocol):
         """Return the batch of the seeds at the positions ``chosen``, for a step of an epoch."""
 
 
+def samples(loader: SeedLoader) -> bool:
+    """Whether a loader's batches are sampled neighbourhoods: the user set a fan-out, which training alone uses."""
+    return loader.split == "train" and (loader.num_neighbors is not None or bool(loader.sampling.settings()))
+
+
 class WholeGraph:
     """Every batch is the whole graph, with the step's seeds.
 
@@ -56,9 +61,7 @@ class WholeGraph:
             loader: the loader.
             trim: whether layers may leave out sampled nodes that the seeds' results do not depend on.
         """
-        fan_out_set = loader.num_neighbors is not None or bool(loader.sampling.settings())
-        sampled = fan_out_set and loader.split == "train"
-        return SampledGraph(self._graph, loader, trim) if sampled else WholeGraph(loader.targeted(self._graph))
+        return SampledGraph(self._graph, loader, trim) if samples(loader) else WholeGraph(loader.targeted(self._graph))
 
     def seeds(self, loader: SeedLoader) -> Tensor | EdgeSeeds:
         return loader.seeds(self._graph)

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from gtrain.data.batches.loader import SeedLoader
 from gtrain.errors import ConfigError
-from gtrain.nn import Embedding, RowOptimizer, Table, as_csr
+from gtrain.nn import Csr, Embedding, RowOptimizer, Table, as_csr
 from gtrain_ps.config import PsConfig
 from gtrain_ps.costs import Load, Plan, allowed_plans, cheapest, cost_table, grid_shapes
+from gtrain_ps.worker.batches import BatchSource
 from gtrain_ps.worker.row_table import RowTable, is_rows
 
 SAMPLED_STEPS = 4
@@ -113,5 +114,31 @@ def estimate_load(loader: SeedLoader, workers: int) -> tuple[Load, bool]:
         rows = table.batch(seeds[chunk[: -(-chunk.numel() // workers)]]).x
         figures.append((rows.ids.numel(), rows.ids.unique().numel(), rows.num_rows))
         weighted = weighted or bool((rows.values != 1).any())
-    means = [sum(column) / max(1, len(figures)) for column in zip(*figures, strict=True)]
-    return Load(*means), weighted
+    return _mean(figures), weighted
+
+
+def estimate_sampled_load(loader: SeedLoader, source: BatchSource, workers: int) -> tuple[Load, bool]:
+    """Estimate the load of the first worker's first steps of an epoch of sampled neighbourhoods.
+
+    Args:
+        loader: of the training split.
+        source: of its batches.
+        workers: K.
+
+    Returns:
+        as :func:`estimate_load`.
+    """
+    seeds, epoch = source.seeds(loader), loader.epoch
+    figures, weighted = [], False
+    for step, chunk in enumerate(islice(loader.step_positions(len(seeds), epoch), SAMPLED_STEPS)):
+        batch = source.batch(seeds, chunk[: -(-chunk.numel() // workers)], epoch, step)
+        features = [stored["x"] for stored in batch.node_stores if isinstance(stored.get("x"), Csr)]
+        ids = torch.cat([rows.ids for rows in features]) if features else torch.empty(0)
+        figures.append((ids.numel(), ids.unique().numel(), sum(rows.num_rows for rows in features)))
+        weighted = weighted or any(rows.values is not None and bool((rows.values != 1).any()) for rows in features)
+    return _mean(figures), weighted
+
+
+def _mean(figures: list[tuple[int, int, int]]) -> Load:
+    """Return the mean of entries, distinct ids and rows of some steps."""
+    return Load(*(sum(column) / max(1, len(figures)) for column in zip(*figures, strict=True)))

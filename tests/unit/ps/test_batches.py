@@ -16,7 +16,8 @@ from torch_geometric.nn import GraphSAGE
 from gtrain.data.batches.loader import SeedLoader, graph_batch
 from gtrain.graph.shard import load_whole
 from gtrain.model.inputs import input_names, run_network
-from gtrain_ps.worker.batches import WholeGraph, WorkerBatches
+from gtrain_ps.worker.batches import WholeGraph, WorkerBatches, samples
+from gtrain_ps.worker.planning import estimate_load, estimate_sampled_load
 
 
 class Seeds:
@@ -113,6 +114,25 @@ def test_layers_over_a_sampled_batch_leave_out_what_its_seeds_do_not_need(tmp_pa
         assert sum(sizes) == batch.num_nodes and sum(batch.num_sampled_edges) == batch.num_edges
     assert torch.allclose(*results, rtol=0, atol=1e-14)
     assert rows == [[sum(sizes[:2]), sizes[0]], [sum(sizes), sum(sizes)]]
+
+
+def test_the_load_of_a_table_is_that_of_sampled_batches(tmp_path: Path) -> None:
+    graph = messy_graph()
+    graph.x = (graph.x > 0.5).float().to_sparse_csr()
+    store = stored(tmp_path / "s", graph, random_parts(40, 2))
+    loader = SeedLoader(store, "train", batch_size=4, num_neighbors=[2])
+    source = WholeGraph(graph_batch(load_whole(store), torch.float32)).for_loader(loader, trim=False)
+    load, weighted = estimate_sampled_load(loader, source, workers=2)
+    seeds, steps = source.seeds(loader), loader.step_positions(len(source.seeds(loader)), 0)
+    batches = [source.batch(seeds, chunk[:2], 0, step).x for step, chunk in enumerate(steps)][:4]
+    assert load.rows == sum(x.num_rows for x in batches) / 4
+    assert load.entries == sum(len(x.ids) for x in batches) / 4
+    assert load.unique == sum(len(x.ids.unique()) for x in batches) / 4
+    assert not weighted
+    whole, _ = estimate_load(loader, workers=2)
+    assert whole.rows == 40 > load.rows
+    for split, fan_out in (("train", None), ("val", [2])):
+        assert not samples(SeedLoader(store, split, batch_size=4, num_neighbors=fan_out))
 
 
 @pytest.mark.parametrize("inline", [True, False])
