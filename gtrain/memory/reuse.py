@@ -39,7 +39,8 @@ class _Block(NamedTuple):
 
 
 class FreedBlocks:
-    """Blocks that tensors have freed, for the next tensors of the same size; together no larger than the largest block.
+    """Blocks that tensors have freed and the next tensors of the same size take over; together at most as large as the
+    largest block.
 
     So the peak of a process hardly grows: there, all blocks are in use.
 
