@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning.pytorch.plugins import DoublePrecision, Precision
@@ -20,6 +21,9 @@ from gtrain.graph.store import Store
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.gradients import sum_gradients
 from gtrain.strategy.store_sharing import prepare_shared
+
+_GIVEN: WeakSet[GraphStrategy] = WeakSet()
+"""Strategies that have a graph, which another one would replace."""
 
 
 class ShardedGraph:
@@ -61,11 +65,10 @@ class ShardedGraph:
                 hint="put both modules into one torch.nn.ModuleList.",
             )
         self._strategy.check_module(module)
-        for tensor in (*module.parameters(), *module.buffers()):
-            self._strategy.group.broadcast(tensor.data)
+        self._strategy.broadcast_module(module)
         self._module = module
-        self._strategy.install(module)
         try:
+            self._strategy.install(module)
             yield
         finally:
             self._strategy.uninstall(module)
@@ -99,10 +102,14 @@ def shard(
         This rank's part. Floating-point features and edge data are float64 if ``x`` is, and float32 otherwise.
 
     Raises:
-        ConfigError: the strategy does not train in full batch on parts, or a setting is wrong.
+        ConfigError: the strategy does not train in full batch on parts or has a graph already, or a setting is wrong.
         DataError: the graph is not valid.
     """
     made = backends.get(strategy).load_strategy()() if isinstance(strategy, str) else strategy
+    if made in _GIVEN:
+        raise ConfigError(
+            f"shard() was given the same {type(made).__name__} for a second graph.", hint="make one for each graph."
+        )
     if not (made.full_batch and made.serves.part_per_rank):
         names = [name for name, each in backends.usable().items() if _shards_in_full_batch(each)]
         raise ConfigError(
@@ -117,6 +124,7 @@ def shard(
     features = {store.node("x", 0, name).dtype for name in store.node_types if "x" in store.node_tensors(name)}
     made.precision_plugin = DoublePrecision() if torch.float64 in features else Precision()
     made.group = made.make_group()
+    _GIVEN.add(made)
     return ShardedGraph(made, store)
 
 

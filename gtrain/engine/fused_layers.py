@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.parameter import is_lazy
 from torch_geometric.nn import Linear
 from torch_geometric.nn.conv import GATConv, GINConv, GraphConv, MessagePassing, SAGEConv
 
@@ -681,7 +682,7 @@ def plain_linear(conv: nn.Module, name: str, *, may_be_tagged: bool = False) -> 
     """
     layer = getattr(conv, name, None)
     weight = getattr(layer, "weight", None)
-    if not isinstance(layer, nn.Module) or not isinstance(weight, Tensor) or weight.dim() != 2:
+    if not isinstance(layer, nn.Module) or not isinstance(weight, Tensor) or is_lazy(weight) or weight.dim() != 2:
         return None
     # Not a subclass, nor an instance, that computes otherwise; what a run has put in its place is known.
     replaced = layer.__dict__.get("forward")
@@ -689,6 +690,5 @@ def plain_linear(conv: nn.Module, name: str, *, may_be_tagged: bool = False) -> 
         return None
     if replaced is not None and not isinstance(replaced, ReplacedMethod):
         return None
-    lazy = isinstance(weight, nn.parameter.UninitializedParameter)
     observed = any(not (may_be_tagged and isinstance(hook, TypeTag)) for hook in layer._forward_hooks.values())
-    return None if lazy or observed or layer._forward_pre_hooks or layer._backward_hooks else layer
+    return None if observed or layer._forward_pre_hooks or layer._backward_hooks else layer

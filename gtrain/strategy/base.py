@@ -27,6 +27,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch_geometric.data import Data, HeteroData
 from torchmetrics import Metric
@@ -297,8 +298,7 @@ class GraphStrategy(ParallelStrategy):
         super().setup(trainer)
         if self.root_device.type == "cuda" and self.world_size > 1:
             self._connect_devices()
-        for tensor in (*self.lightning_module.parameters(), *self.lightning_module.buffers()):
-            self.group.broadcast(tensor.data)
+        self.broadcast_module(self.lightning_module)
         self._synchronise_metrics(self.lightning_module)
         self.install(self.lightning_module)
         if self.fitting:
@@ -464,10 +464,30 @@ class GraphStrategy(ParallelStrategy):
             )
         return torch.stack(self.group.all_gather(tensor))
 
+    def broadcast_module(self, module: Module) -> None:
+        """Give all ranks the parameters and buffers of rank 0.
+
+        Raises:
+            ConfigError: a lazy layer has not seen its input yet.
+        """
+        if self.world_size == 1:
+            return
+        lazy = [name for name, tensor in module.named_parameters() if is_lazy(tensor)]
+        if lazy:
+            raise ConfigError(
+                f"{lazy[0]} of {type(module).__name__} has no shape yet, and the ranks would start with different numbers.",
+                hint="give the layer its number of input channels in place of -1, or call it once on a sample before.",
+            )
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.group.broadcast(tensor.data)
+
     def _synchronise_metrics(self, module: Module) -> None:
         """Have every torchmetrics metric gather over the group instead of torch's default group."""
         for metric in module.modules():
             if isinstance(metric, Metric):
+                if any(isinstance(state, Tensor) and state.is_inference() for state in metric.metric_state.values()):
+                    # An evaluation before has reset it in inference mode; updates in training are in place.
+                    metric.reset()
                 metric.distributed_available_fn = lambda: self.world_size > 1
                 metric.dist_sync_fn = lambda tensor, group=None: self.group.all_gather(tensor)
 
@@ -489,7 +509,9 @@ class GraphStrategy(ParallelStrategy):
         if trainer is not None and dataloader.split == "train":
             # A resumed run continues with the order of its next epoch.
             dataloader.clock = lambda: trainer.current_epoch
-        return self.batches(self.shard_of(store), dataloader)
+        # They outlive the evaluation that may be the first to ask; autograd saves no tensor of inference mode.
+        with torch.inference_mode(mode=False):
+            return self.batches(self.shard_of(store), dataloader)
 
     def shard_of(self, store: Store) -> Any:
         """Return this rank's shard of a store, which is opened at the first call."""

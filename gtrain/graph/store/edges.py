@@ -31,6 +31,7 @@ from gtrain.graph.store.tables import EdgeTable
 Ints = NDArray[np.int64]
 
 TIME = "edge_time"
+_RESERVED = ("indptr", "indices", "edge_id")
 
 
 def write_columns(ledger: Ledger, table: EdgeTable, source: Numbering, target: Numbering) -> dict[str, TensorSpec]:
@@ -95,6 +96,12 @@ def _spec(tensor: Array) -> TensorSpec:
 
 
 def _check_tensors(table: EdgeTable) -> None:
+    reserved = [name for name in _RESERVED if name in table.tensors]
+    if reserved:
+        raise DataError(
+            f"the edges have a tensor {reserved[0]}, which is a name of the store's files",
+            hint=f"give {reserved[0]} another name",
+        )
     times = table.tensors.get(TIME)
     if times is not None and (times.ndim != 1 or not np.issubdtype(times.dtype, np.integer)):
         raise DataError(

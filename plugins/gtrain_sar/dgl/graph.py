@@ -90,14 +90,17 @@ class DglGraphs:
         equal maxima.
         """
         source, target = self._ends
-        order = self._blocks.exchange.all_ids[source].argsort(stable=True)
-        order = order[target[order].argsort(stable=True)]
-        return self._create(source[order], target[order]), order
+        with torch.inference_mode(mode=False):
+            order = self._blocks.exchange.all_ids[source].argsort(stable=True)
+            order = order[target[order].argsort(stable=True)]
+            return self._create(source[order], target[order]), order
 
     def _create(self, source: Tensor, target: Tensor) -> Any:
         shard = self._blocks.exchange.shard
         sizes = {"num_src_nodes": shard.num_local + shard.num_halo, "num_dst_nodes": self._blocks.num_targets}
-        return dgl.create_block((source, target), **sizes)
+        # An evaluation may be the first to ask, and autograd saves no tensor of inference mode.
+        with torch.inference_mode(mode=False):
+            return dgl.create_block((source.clone(), target.clone()), **sizes)
 
 
 class ShardIndex:
