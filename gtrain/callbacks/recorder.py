@@ -18,6 +18,9 @@ from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.counters import Counters, anonymous_bytes, cpu_seconds
 from gtrain.strategy.servers import Traffic
 
+_SUMS = ("bytes_sent", "bytes_received", "comm_seconds", "wait_seconds", "bound_bytes")
+"""Counters whose sums over all epochs are in ``summary.json``."""
+
 
 class RunRecorder(Callback):
     """Records the time and the metrics of each epoch; times and counters exclude evaluation.
@@ -56,13 +59,16 @@ class RunRecorder(Callback):
     def restart_state(self) -> dict[str, Any]:
         """Return the state of a rank that is restarted during a run, as plain values."""
         names = ("epoch_seconds", "epochs_trained", "history", "epoch_of", "cpu_seconds")
-        return {name: getattr(self, name) for name in names}
+        counts = {name: getattr(self.counters, name) for name in _SUMS}
+        return {**{name: getattr(self, name) for name in names}, "counters": counts}
 
     def load_restart_state(self, state: dict[str, Any]) -> None:
         """Restore :meth:`restart_state`; the time of the interrupted epoch restarts at 0."""
         self.epoch_seconds, self.history = list(state["epoch_seconds"]), list(state["history"])
         self.epoch_of, self.cpu_seconds = dict(state["epoch_of"]), state["cpu_seconds"]
         self.epochs_trained = state.get("epochs_trained", float(len(self.epoch_seconds)))  # earlier releases lack it
+        for name, value in state.get("counters", {}).items():  # earlier releases lack them
+            setattr(self.counters, name, value)
         self._counts = _counts(self.counters, self.cpu_seconds)
 
     @property
@@ -71,7 +77,8 @@ class RunRecorder(Callback):
         return {name: value for epoch in self.history for name, value in epoch.items() if name != "epoch"}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of a checkpoint."""
+        """Return the state of a checkpoint, which is that of rank 0; each rank has its own counts in its rows."""
+        self._log.flush()
         return self.restart_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -81,6 +88,20 @@ class RunRecorder(Callback):
         """
         if slots.attempt() and not self.history:
             self.load_restart_state(state_dict)
+            self._load_own_counts()
+
+    def _load_own_counts(self) -> None:
+        """Replace the counts of rank 0 by this rank's own, if its rows have all restored epochs."""
+        rows, epochs = self._log.epochs(), [row["epoch"] for row in self.history]
+        if not epochs or not rows.keys() >= set(epochs):
+            return
+        own = [rows[epoch] for epoch in epochs]
+        for name in ("bytes_sent", "bytes_received", "comm_seconds", "wait_seconds"):
+            setattr(self.counters, name, sum(row[name] for row in own))
+        bounds = [row["bound"] for row in own]
+        self.counters.bound_bytes = None if None in bounds else sum(bounds)
+        self.cpu_seconds = sum(row["cpu_seconds"] for row in own)
+        self._counts = _counts(self.counters, self.cpu_seconds)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _restore_metrics(trainer)

@@ -23,6 +23,7 @@ from gtrain.files import replace_text
 from gtrain.model.outputs import ClassScores, EdgeScores, NumberScores
 from gtrain.protocols import Embeds
 from gtrain.record.events import record_folder
+from gtrain.record.score_counts import ScoreCounts
 
 HIDDEN = 2000
 """Rows of the hidden layer, or embeddings, that all ranks together write."""
@@ -31,8 +32,8 @@ SCORED = 20_000
 CLASSES = 200
 """Beyond this number of classes no confusion matrix is written."""
 _ROWS = 1 << 16  # whose scores are counted at a time
-BINS, REACH = 1024, 8.0
-"""Scores are counted in this number of equal bins of asinh(score), from -REACH to REACH."""
+BINS, FEWEST_BINS, ALL_BINS = 4096, 512, 65_536
+"""Scores are counted in at most BINS bins, with many classes in ALL_BINS over all of them and FEWEST_BINS of each."""
 RESIDUAL_BINS, RESIDUAL_REACH = 80, 4.0
 """Residuals are counted in this number of equal bins, from -RESIDUAL_REACH to RESIDUAL_REACH standard deviations of the
 training labels; those beyond are in the outermost bins."""
@@ -54,6 +55,7 @@ class TestRecorder(Callback):
         self._limits = {"scored": -(-SCORED // world_size), "hidden": -(-HIDDEN // world_size)}
         self._batches = 1
         self._counts: dict[str, NDArray[np.int64]] = {}
+        self._scores: list[ScoreCounts] = []  # of each class, or of edges
         self._sums: dict[str, dict[int, list[float]]] = {}
         self._facts: dict[str, Any] = {}
         self._scored: dict[str, list[Tensor]] = {}
@@ -96,9 +98,8 @@ class TestRecorder(Callback):
         self._folder.mkdir(parents=True, exist_ok=True)
         content = {
             **self._facts,
-            "bins": BINS,
-            "reach": REACH,
             "counts": {name: counts.tolist() for name, counts in self._counts.items()},
+            "scores": [counts.as_dict() for counts in self._scores],
             "sums": self._sums,
             "scored": {name: torch.cat(parts).tolist() for name, parts in self._scored.items()},
         }
@@ -135,17 +136,23 @@ class TestRecorder(Callback):
             self._hidden.append((ids[batch.seeds[rows].cpu()], hidden, label))
 
     def _count_scores(self, scores: Tensor, labels: Tensor, multilabel: bool) -> None:
-        """Count the scores of each class, by bin, of seeds that have it and of those that do not."""
+        """Count the scores of each class, of seeds that have it and of those that do not."""
         if multilabel:
             logits, truth = scores, labels.bool()
         else:  # the logit of a class against all others
             logits = scores.double().softmax(1).logit()
             truth = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, labels.view(-1, 1).long(), True)
         classes = scores.size(1)
-        which, bins = torch.arange(classes).expand_as(truth), _bins(logits)
-        for name, chosen in (("true", truth), ("false", ~truth)):
-            flat = which[chosen] * BINS + bins[chosen]
-            self._add(name, torch.bincount(flat, minlength=classes * BINS).view(classes, BINS).numpy())
+        self._count_series(classes)
+        for number, counts in enumerate(self._scores):
+            mine, chosen = logits[:, number].float().numpy(), truth[:, number].numpy()
+            counts.add(mine[chosen], positive=True)
+            counts.add(mine[~chosen], positive=False)
+
+    def _count_series(self, series: int) -> None:
+        """Make the counts of scores, one for each class."""
+        limit = min(BINS, max(FEWEST_BINS, ALL_BINS // max(series, 1)))
+        self._scores = self._scores or [ScoreCounts(limit) for _ in range(series)]
 
     def _hidden_rows(self, module: pl.LightningModule, batch: Any, rows: Tensor) -> Tensor | None:
         """Return the last layer's inputs for some of the seeds, float32 ``[b, D]``; None if the model has none."""
@@ -191,9 +198,9 @@ class TestRecorder(Callback):
 
     def _count_edges(self, outputs: EdgeScores, batch: Any) -> None:
         self._facts["task"] = "edges"
-        for name, scores in (("true", outputs.true), ("false", outputs.negative)):
-            bins = _bins(scores.detach().float().cpu())
-            self._add(name, torch.bincount(bins, minlength=BINS).view(1, BINS).numpy())
+        self._count_series(1)
+        for scores, positive in ((outputs.true, True), (outputs.negative, False)):
+            self._scores[0].add(scores.detach().float().flatten().cpu().numpy(), positive=positive)
         ranks = torch.stack([outputs.tail_ranks, outputs.head_ranks]).cpu()
         # Bin k has the ranks from 2**k to 2**(k + 1).
         self._add("ranks", torch.bincount(ranks.log2().floor().long().flatten(), minlength=48).numpy())
@@ -245,12 +252,6 @@ class TestRecorder(Callback):
         with open(part, "wb") as file:
             np.savez(file, **columns)
         os.replace(part, path)
-
-
-def _bins(scores: Tensor) -> Tensor:
-    """Return the bin of each score; NaN is in the first."""
-    place = (scores.double().asinh().nan_to_num(-REACH) + REACH) * (BINS / (2 * REACH))
-    return place.clamp(0, BINS - 1).long()
 
 
 def _ids(batch: Any) -> Tensor | None:

@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +33,8 @@ from gtrain.cli.hydra_changes import ComposedOnce, with_lazy_help
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.launch import launchers
 from gtrain.launch.agent import preload
+from gtrain.launch.launchers import kubernetes
+from gtrain.launch.launchers.external import ExternalLauncher
 from gtrain.launch.launchers.manual import Manual
 from gtrain.launch.request import JobRequest
 from gtrain.object_store import refuse_address
@@ -70,7 +72,9 @@ class RunFolder(Callback):
         """Print the table of the sweep's jobs, and write the comparison of its runs."""
         _sweep.clear()
         folder = Path(config.hydra.sweep.dir)
-        if launchers.is_first() and config.verb in events.RECORDED:
+        if not launchers.is_first():
+            return
+        if config.verb in events.RECORDED:
             from gtrain.reporting import sweep
 
             sweep.show(folder)
@@ -321,8 +325,33 @@ def _job(cfg: DictConfig) -> Any:
     def folder() -> Path:  # that of an earlier attempt, once a restarted job has found it
         return Path(cfg.paths.run)
 
-    with _reporting(folder, bool(verb) and _reports(cfg)), events.recording(folder, verb, **facts):
+    names, continues = _job_names()
+    report = _reporting(folder, bool(verb) and _reports(cfg))
+    with report, events.recording(folder, verb, continues, **facts, **names):
         return _checked_launch(cfg, overrides)
+
+
+def _job_names() -> tuple[dict[str, str], Callable[[Mapping[str, Any]], bool] | None]:
+    """Return the names by which another launcher knows this job, for its record, and what tells them in a record.
+
+    ``job`` is the same in all attempts of the job; so is ``agent``, which also no later job has. A launcher may count
+    no attempt when it restarts the ranks of this machine with those of other machines.
+    """
+    launcher, job, attempt = launchers.detect(), HydraConfig.get().job, 0
+    number = 0 if OmegaConf.is_missing(job, "num") else job.num  # in a sweep
+    if isinstance(launcher, ExternalLauncher):
+        names, attempt = {"job": launcher.job_id(), "agent": launcher.agent_id()}, launcher.attempt()
+    elif kubernetes.JOB in os.environ:
+        names = {"agent": f"{kubernetes.Kubernetes.name} {os.environ[kubernetes.JOB]}"}
+    else:
+        return {}, None
+    names = {key: f"{name} {number}" for key, name in names.items() if name}
+
+    def continues(start: Mapping[str, Any]) -> bool:
+        same = {key for key, name in names.items() if start.get(key) == name}
+        return "agent" in same or ("job" in same and attempt > 0)
+
+    return names, continues
 
 
 def _text_of(cfg: DictConfig, key: str) -> str | None:

@@ -60,19 +60,29 @@ def append(run_dir: Path, event: str, **fields: Any) -> None:
 
 
 @contextlib.contextmanager
-def recording(run_dir: Callable[[], Path], verb: str, **fields: Any) -> Iterator[None]:
+def recording(
+    run_dir: Callable[[], Path], verb: str, continues: Callable[[Mapping[str, Any]], bool] | None = None, **fields: Any
+) -> Iterator[None]:
     """Record the start of a run, and how it ended; the record and results of an earlier run in this folder are deleted.
 
     Args:
         run_dir: returns the run's folder, which is another one once the job :func:`resumes` an earlier attempt.
         verb: of the command; other verbs than :data:`RECORDED` record nothing.
+        continues: returns whether the event ``start`` of a record is that of an earlier attempt of this job, whose
+            record is kept; None: this is the first attempt.
         fields: of the event ``start``.
     """
     if verb not in RECORDED:
         yield
         return
+    first: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):
+        first = json.loads(identity(run_dir()))
     with contextlib.suppress(OSError):
-        shutil.rmtree(record_folder(run_dir()), ignore_errors=True)
+        if continues is None or first.get("verb") != verb or not continues(first):
+            shutil.rmtree(record_folder(run_dir()), ignore_errors=True)
+            for path in (run_dir() / PROFILE).glob("spans-*.json"):
+                path.unlink(missing_ok=True)
         record_folder(run_dir()).mkdir(parents=True, exist_ok=True)
         (run_dir() / SUMMARY).unlink(missing_ok=True)
     append(run_dir(), "start", verb=verb, host=socket.gethostname(), gtrain=__version__, **fields)

@@ -14,7 +14,8 @@ from typing import Any
 
 from gtrain.launch import slot as slots
 from gtrain.launch.logs import log_path
-from gtrain.record.events import record_folder
+from gtrain.record.events import PROFILE, record_folder
+from gtrain.record.run import read_rows
 
 FLUSH_SECONDS = 0.5
 """Rows are written at most this often, so that short epochs do not pay for a write each."""
@@ -42,11 +43,13 @@ class ProcessLog:
         self._started_at = time.monotonic()
         self._flushed_at = -math.inf
         self._last: dict[str, float] = {}
-        if self.path is not None:
+        if run_dir is not None and self.path is not None:
             with contextlib.suppress(OSError):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 if not append:
                     self.path.unlink(missing_ok=True)
+                    # That of an earlier run in the folder, of which another machine may have a copy.
+                    (run_dir / PROFILE / f"spans-{self.path.stem}.json").unlink(missing_ok=True)
         restarts, attempt = slots.restarts(), slots.attempt()
         self.write("process", host=socket.gethostname(), pid=os.getpid(), restarts=restarts, attempt=attempt)
 
@@ -61,12 +64,24 @@ class ProcessLog:
                 self._flush()
 
     def is_due(self, kind: str) -> bool:
-        """Whether to write the next row of a kind that repeats; the intervals grow with the time of the run."""
+        """Whether to write the next row of a kind that repeats; the intervals grow with the time of the run.
+
+        Also writes the rows that have waited long enough: a thread asks often.
+        """
         now = time.monotonic()
+        if self._lines and now - self._flushed_at >= FLUSH_SECONDS:
+            self.flush()
         if now - self._last.get(kind, -math.inf) < max(1.0, (now - self._started_at) / _FRACTION):
             return False
         self._last[kind] = now
         return True
+
+    def epochs(self) -> dict[int, dict[str, Any]]:
+        """Return this process's row of each epoch so far, the last one of an epoch that was trained again."""
+        if self.path is None:
+            return {}
+        self.flush()
+        return {row["epoch"]: row for row in read_rows(self.path) if row["kind"] == "epoch"}
 
     def flush(self) -> None:
         """Write the rows that wait."""

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +17,14 @@ from typing import Any
 
 from gtrain.errors import GtrainError
 from gtrain.record.events import EVENTS, SUMMARY, record_folder
+from gtrain.record.scores import measure
 from gtrain.record.trials import REPORTER
 
 Row = dict[str, Any]
 _SILENT_SECONDS = 60.0
 """Without locks, a run that has written nothing for this time has ended."""
+_SILENT_FRACTION = 100
+"""The same as a part of the run's time, if that is longer."""
 _TAIL_BYTES = 16 << 10
 
 
@@ -45,6 +49,16 @@ class ProcessRecord:
         """The row of each epoch, in order: the last one, if a restarted job trained an epoch again."""
         rows = {row["epoch"]: row for row in self.of("epoch")}
         return [rows[epoch] for epoch in sorted(rows)]
+
+    @property
+    def attempt(self) -> int:
+        """How many times the job had been started before the process started last."""
+        return int(next((row.get("attempt") or 0 for row in reversed(self.of("process"))), 0))
+
+    def last_life(self, kind: str) -> list[Row]:
+        """Return the rows of a kind since the process started last."""
+        starts = [number for number, row in enumerate(self.rows) if row["kind"] == "process"]
+        return [row for row in self.rows[starts[-1] if starts else 0 :] if row["kind"] == kind]
 
     @property
     def is_rank(self) -> bool:
@@ -79,13 +93,13 @@ class RunRecord:
     @cached_property
     def events(self) -> list[Row]:
         """The events of the job."""
-        return list(_rows(record_folder(self.path) / EVENTS))
+        return list(read_rows(record_folder(self.path) / EVENTS))
 
     @cached_property
     def processes(self) -> list[ProcessRecord]:
         """The ranks in order, then the servers by role and number."""
         processes = [
-            ProcessRecord(path.stem.replace("-", " "), list(_rows(path)))
+            ProcessRecord(path.stem.replace("-", " "), list(read_rows(path)))
             for path in record_folder(self.path).glob("*-*.jsonl")
         ]
         return sorted(processes, key=lambda process: (not process.is_rank, *by_number(process.label)))
@@ -114,13 +128,18 @@ class RunRecord:
     @cached_property
     def end(self) -> Row:
         """The event with which the command ended; empty if there is none, or the job was restarted since."""
-        last = next((event for event in reversed(self.events) if event["event"] in ("end", "job restarted")), {})
-        return last if last.get("event") == "end" else {}
+        return next((event for event in reversed(self._attempt) if event["event"] == "end"), {})
 
     @property
     def cause(self) -> Row:
-        """The event of the process that failed first; empty if none did, or no agent watched it."""
-        return next((event for event in reversed(self.events) if event["event"] == "failed"), {})
+        """The event of the process that failed first since the last start of the job; empty if none is known to."""
+        return next((event for event in reversed(self._attempt) if event["event"] == "failed"), {})
+
+    @property
+    def _attempt(self) -> list[Row]:
+        """The events since the job was started last."""
+        begins = [number for number, event in enumerate(self.events) if event["event"] in ("start", "job restarted")]
+        return self.events[begins[-1] if begins else 0 :]
 
     @cached_property
     def status(self) -> str:
@@ -135,7 +154,7 @@ class RunRecord:
         return "running" if self.is_running() else "killed"
 
     def is_running(self) -> bool:
-        """Whether a command holds the lock of the folder."""
+        """Whether a command holds the lock of the folder; a lock of another machine may not show here."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
@@ -145,10 +164,16 @@ class RunRecord:
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 return True
-            return time.time() - self.last_time < _SILENT_SECONDS  # a file system without locks
+            return self._wrote_lately()  # a file system without locks
         finally:
             os.close(descriptor)
-        return False
+        hosts = [event["host"] for event in self.events if event["event"] == "start" and "host" in event]
+        return bool(hosts) and hosts[-1] != socket.gethostname() and self._wrote_lately()
+
+    def _wrote_lately(self) -> bool:
+        # Rows of memory are apart by a fraction of the run's time.
+        apart = (self.last_time - self.first_time) / _SILENT_FRACTION
+        return time.time() - self.last_time < max(_SILENT_SECONDS, apart)
 
     @property
     def last_time(self) -> float:
@@ -171,9 +196,10 @@ class RunRecord:
     def history(self) -> list[Row]:
         """The metrics of each epoch, with ``epoch`` and ``time``; a failed run has those of the epochs it trained."""
         rows = self.ranks[0].epochs if self.ranks else []
-        if rows:
+        said = list((self.summary or {}).get("history", []))
+        if rows and len(rows) >= len(said):  # the rows of an earlier attempt may be on another machine
             return [{"epoch": row["epoch"], "time": row["time"], **row.get("metrics", {})} for row in rows]
-        return list((self.summary or {}).get("history", []))
+        return said
 
     def direction_of(self, score: str) -> str | None:
         """Return ``min`` or ``max`` if the checkpoint of this run tells which values of a score are better, else None.
@@ -183,7 +209,7 @@ class RunRecord:
         best, configured = (self.summary or {}).get("best") or {}, self.start.get("checkpoint") or {}
         for said, key in ((best, "name"), (configured, "monitor")):
             name, direction = said.get(key), said.get("direction")
-            if name and direction in ("min", "max") and name.partition("/")[2] == score.partition("/")[2]:
+            if name and direction in ("min", "max") and measure(name) == measure(score):
                 return str(direction)
         return None
 
@@ -260,7 +286,7 @@ def by_number(name: str) -> tuple[str, int]:
     return name.removesuffix(digits), int(digits or 0)
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[Row]:
     """Yield the objects of a file of JSON lines; a last line that is being written is left out."""
     with contextlib.suppress(OSError), open(path) as file:
         for line in file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
@@ -33,10 +34,14 @@ class SpanLog:
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """Name the wait that is counted next on this thread."""
-        self._names.last = name
-        with self._outer(name):
-            yield
+        """Name the waits that this thread counts meanwhile, and the one around it that is counted next."""
+        began, around = time.perf_counter(), getattr(self._names, "open", "")
+        self._names.open = name
+        try:
+            with self._outer(name):
+                yield
+        finally:
+            self._names.open, self._names.closed = around, (began, name)
 
     def add(self, track: str, name: str, start: float, end: float, **fields: Any) -> None:
         """Add a span from readings of ``time.perf_counter``."""
@@ -47,7 +52,9 @@ class SpanLog:
 
     def waited(self, posted: float, wait_start: float, now: float) -> None:
         """Add a wait, and the transfer that it waited for if that began earlier."""
-        name = getattr(self._names, "last", "wait: a reply")
+        began, name = getattr(self._names, "closed", (-math.inf, ""))
+        if began < wait_start:  # of another wait
+            name = getattr(self._names, "open", "") or "wait: a reply"
         self.add("waits", name, wait_start, now)
         if posted != wait_start:
             self.add("exchanges", name.removeprefix("wait: "), posted, now)

@@ -9,11 +9,11 @@ from typing import Any
 import altair as alt
 
 from gtrain.record.run import Row, RunRecord, differing, told_direction
-from gtrain.record.scores import better
-from gtrain.reporting.figures import PARTS, score_names, steady_epochs, training_axis, training_clock
+from gtrain.record.scores import better, is_of
+from gtrain.reporting.figures import PARTS, loss_names, score_names, steady_epochs, training_axis, training_clock
 from gtrain.reporting.page import write_page
 from gtrain.reporting.run_page import Section, find_failure
-from gtrain.reporting.style import BLUE, ORANGE, Figure, Table, colour, make_figure, thin
+from gtrain.reporting.style import BLUE, ORANGE, Figure, Table, colour, dashes, make_figure, thin
 
 _LINES = 20
 """Runs whose curves are drawn."""
@@ -74,7 +74,7 @@ def comparison_rows(runs: list[RunRecord], names: list[str]) -> list[Row]:
         row: Row = {"name": name, "status": run.status, "folder": run.name, "metrics": {}, "best": None}
         row |= dict.fromkeys(("epochs", "fit_seconds", "epoch_seconds", "sent", "bound", "memory"))
         if summary is not None:
-            row["metrics"] = {key: value for key, value in summary["metrics"].items() if key.startswith("test/")}
+            row["metrics"] = {key: value for key, value in summary["metrics"].items() if is_of(key, "test")}
             row["best"] = summary["best"]
             row["epochs"], row["fit_seconds"] = summary["epochs"], summary["fit_seconds"]
             epochs = max(summary["epochs"], 1)
@@ -99,14 +99,15 @@ def _curves(runs: list[RunRecord], names: list[str]) -> list[Figure]:
     every = [score for run in runs for score in score_names(run.history)]
     scores = [run.summary["best"]["name"] for run in runs if run.summary and run.summary["best"]] or every
     charts = []
-    for metric, title, key in ((scores[0] if scores else "", "", "score"), ("train/loss", "Training loss", "loss")):
+    losses = [loss for run in runs for loss in loss_names(run.history) if is_of(loss, "train")]
+    wanted = ((scores, "", "score"), (losses, "Training loss", "loss"))
+    for metric, title, key in ((names_of[0], title, key) for names_of, title, key in wanted if names_of):
         rows: Table = []
         for run, name in list(zip(runs, names, strict=True))[:_LINES]:
             clock = training_clock(run)
-            for row in thin(run.history, 150):
-                if row.get(metric) is not None:
-                    values = {"epoch": row["epoch"] + 1, "seconds": clock.get(row["epoch"]), "value": row[metric]}
-                    rows.append({"run": name, **values})
+            for row in thin([row for row in run.history if row.get(metric) is not None], 150):
+                values = {"epoch": row["epoch"] + 1, "seconds": clock.get(row["epoch"]), "value": row[metric]}
+                rows.append({"run": name, **values})
         if not rows:
             continue
         shown = list(dict.fromkeys(str(row["run"]) for row in rows))
@@ -123,6 +124,7 @@ def _curves(runs: list[RunRecord], names: list[str]) -> list[Figure]:
                     y=alt.Y("value:Q", title=metric, scale=alt.Scale(zero=False)),
                     color=colour("run", shown),
                     tooltip=["run:N", f"{axis}:Q", alt.Tooltip("value:Q", title=metric, format=".5~g")],
+                    **dashes("run", shown),
                 )
             )
             heading = f"{title or metric} against {unit}"

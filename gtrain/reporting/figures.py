@@ -7,17 +7,24 @@ from typing import Any
 import altair as alt
 
 from gtrain.record.run import ProcessRecord, Row, RunRecord
-from gtrain.reporting.style import BLUE, COLOURS, NEUTRAL, ORANGE, RED, Figure, Table, colour, make_figure, thin
+from gtrain.record.scores import by_split, is_loss, metric_names
+from gtrain.reporting.style import BLUE, COLOURS, NEUTRAL, ORANGE, RED, Figure, Table, colour, dashes, make_figure, thin
 
 PARTS = ("computing", "sending", "waiting", "reading")
 """What the time of a rank divides into."""
 _MIB = 1 << 20
+_PROCESSES = 20
+"""Processes whose memory is drawn."""
 
 
 def score_names(history: list[Row]) -> list[str]:
     """Return the names of the metrics of a history that are not losses, the validation's first."""
-    names = {name for row in history for name in row if "/" in name and not name.endswith("/loss")}
-    return sorted(names, key=lambda name: (not name.startswith("val/"), name))
+    return by_split((name for name in metric_names(history) if not is_loss(name)), "val")
+
+
+def loss_names(history: list[Row]) -> list[str]:
+    """Return the names of the losses of a history, the training's first."""
+    return by_split((name for name in metric_names(history) if is_loss(name)), "train")
 
 
 def curves(run: RunRecord) -> list[Figure]:
@@ -25,13 +32,11 @@ def curves(run: RunRecord) -> list[Figure]:
     history, charts = run.history, []
     scores = [name for name in score_names(history) if not name.endswith("mean_rank")]
     clock = training_clock(run)
-    losses = [name for name in ("train/loss", "val/loss") if any(name in row for row in history)]
-    for kind, names, title in (("loss", losses, "Loss"), ("score", scores[:6], "Validation scores")):
+    for kind, names, title in (("loss", loss_names(history)[:6], "Loss"), ("score", scores[:6], "Validation scores")):
         rows: Table = [
             {"epoch": row["epoch"] + 1, "seconds": clock.get(row["epoch"]), "metric": name, "value": row[name]}
             for name in names
-            for row in thin(history)
-            if row.get(name) is not None
+            for row in thin([row for row in history if row.get(name) is not None])
         ]
         if not rows:
             continue
@@ -65,6 +70,7 @@ def _lines(rows: Table, x: alt.X, y: str, title: str, series: str, names: list[s
             y=alt.Y(f"{y}:Q", title=title, scale=alt.Scale(zero=zero)),
             color=colour(series, names),
             tooltip=tooltip,
+            **dashes(series, names),
         )
     )
 
@@ -203,41 +209,31 @@ def traffic(run: RunRecord) -> list[Figure]:
 
 def memory(run: RunRecord) -> list[Figure]:
     """Return the resident memory of each process over time."""
-    start, rows, peaks = run.first_time, [], {}
-    for process in run.processes:
-        samples = process.of("memory")
-        for row in thin(samples, 200):
-            second = row["time"] - start
-            rows.append({"process": process.label, "seconds": second, "MiB": row["anonymous"] / _MIB})
-        if samples:
-            peaks[process.label] = max(row["anonymous"] for row in samples) / _MIB
-    if not rows:
-        return []
-    largest = max(peaks, key=lambda label: peaks[label])
-    lines = _lines(
-        rows,
-        alt.X("seconds:Q", title="seconds since the start", axis=alt.Axis(tickCount=8)),
-        "MiB",
-        "MiB",
-        "process",
-        list(peaks),
-    )
-    text = f"Memory of each process over time; {largest} has the most, {peaks[largest]:.4g} MiB."
     note = "Resident memory without mapped files, whose pages the kernel may drop."
-    figures = [make_figure("memory", "Memory over time", text, lines, note=note, wide=len(peaks) > 8)]
-    device = [
-        {"process": process.label, "seconds": row["time"] - start, "MiB": row["device"] / _MIB}
-        for process in run.processes
-        for row in thin(process.of("memory"), 200)
-        if row["device"]
+    figures = _memory(run, "anonymous", "memory", "Memory over time", "Memory of each process over time", note)
+    return figures + _memory(run, "device", "device-memory", "GPU memory over time", "Memory of tensors on GPUs", "")
+
+
+def _memory(run: RunRecord, kind: str, key: str, title: str, said: str, note: str) -> list[Figure]:
+    """Return the memory of a kind over time, of the processes with the highest peaks."""
+    samples = {process.label: [row for row in process.of("memory") if row.get(kind)] for process in run.processes}
+    peaks = {label: max(row[kind] for row in rows) / _MIB for label, rows in samples.items() if rows}
+    if not peaks:
+        return []
+    highest = set(sorted(peaks, key=lambda label: -peaks[label])[:_PROCESSES])
+    shown = [label for label in peaks if label in highest]
+    rows: Table = [
+        {"process": label, "seconds": row["time"] - run.first_time, "MiB": row[kind] / _MIB}
+        for label in shown
+        for row in thin(samples[label], 200)
     ]
-    if device:
-        names = list(dict.fromkeys(str(row["process"]) for row in device))
-        x = alt.X("seconds:Q", title="seconds since the start", axis=alt.Axis(tickCount=8))
-        chart = _lines(device, x, "MiB", "MiB", "process", names)
-        text = f"Memory of tensors on GPUs over time, at most {max(row['MiB'] for row in device):.4g} MiB."
-        figures.append(make_figure("device-memory", "GPU memory over time", text, chart))
-    return figures
+    x = alt.X("seconds:Q", title="seconds since the start", axis=alt.Axis(tickCount=8))
+    lines = _lines(rows, x, "MiB", "MiB", "process", shown)
+    largest = max(peaks, key=lambda label: peaks[label])
+    text = f"{said}; {largest} has the most, {peaks[largest]:.4g} MiB."
+    if len(peaks) > len(shown):
+        note = f"{note} The {len(shown)} of {len(peaks):,} processes with the highest peaks.".strip()
+    return [make_figure(key, title, text, lines, note=note, wide=len(shown) > 8)]
 
 
 def timeline(run: RunRecord) -> list[Figure]:

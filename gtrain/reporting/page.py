@@ -18,6 +18,15 @@ from gtrain.units import size
 
 _FILE_WIDTH = 640
 """Width in pixels of the files beside a page."""
+FIGURES = frozenset(
+    (
+        *("balance", "bytes", "bytes-by-epoch", "confusion", "degree", "device-memory", "loss-by-epoch"),
+        *("loss-by-seconds", "memory", "parts", "picture", "precision-recall", "predictions", "ranks"),
+        *("relations", "residuals", "roc", "score-by-epoch", "score-by-seconds", "time", "time-by-epoch"),
+        "timeline",
+    )
+)
+"""Names of all figures; the files of those that a report does not have are left by an earlier report."""
 
 
 def write_page(path: Path, template: str, figures: Sequence[Figure], **values: Any) -> None:
@@ -39,9 +48,9 @@ def write_page(path: Path, template: str, figures: Sequence[Figure], **values: A
     environment.filters |= {"bytes": _bytes, "seconds": _seconds, "number": _number, "score": _score}
     specs = json.dumps({figure.name: figure.spec for figure in figures}, separators=(",", ":"))
     content = environment.get_template(template).render(
-        # A closing tag within the script would end it.
         script=vega_bundle() if figures else "",
-        specs=specs.replace("</", "<\\/"),
+        # Tags and comments within the script would end it, or hide its end.
+        specs=specs.replace("<", "\\u003c"),
         version=__version__,
         **values,
     )
@@ -50,7 +59,7 @@ def write_page(path: Path, template: str, figures: Sequence[Figure], **values: A
 
 
 def write_files(folder: Path, figures: Sequence[Figure], form: str) -> None:
-    """Write each figure as ``<name>.<form>`` into a folder.
+    """Write each figure as ``<name>.<form>`` into a folder, and delete those of an earlier report.
 
     Args:
         folder: created if missing.
@@ -60,6 +69,10 @@ def write_files(folder: Path, figures: Sequence[Figure], form: str) -> None:
     import vl_convert
 
     folder.mkdir(parents=True, exist_ok=True)
+    for name in FIGURES - {figure.name for figure in figures if form == "svg"}:
+        (folder / f"{name}.svg").unlink(missing_ok=True)
+    for name in FIGURES - {figure.name for figure in figures if form == "png"}:
+        (folder / f"{name}.png").unlink(missing_ok=True)
     for figure in figures:
         text = json.dumps({**figure.spec, "width": _FILE_WIDTH, "background": "white", "padding": 10})
         spec = text.replace('"currentColor"', '"#222222"')

@@ -13,7 +13,7 @@ import altair as alt
 import numpy as np
 from numpy.typing import NDArray
 
-from gtrain.reporting.style import BLUE, Figure, Table, colour, make_figure
+from gtrain.reporting.style import BLUE, OTHER, Figure, Table, colour, make_figure
 
 Points = NDArray[np.float64]
 _MOST = 1000
@@ -113,8 +113,8 @@ def picture(
         frequent = sorted(values[np.argsort(-counts, kind="stable")][:_COLOURED].tolist())
         label_of = {label: class_names[label] if class_names else str(label) for label in frequent}
         for row, label in zip(table, labels.tolist(), strict=True):
-            row["label"] = label_of.get(label, "other")
-        shown = [*label_of.values(), *(["other"] if len(values) > len(frequent) else [])]
+            row["label"] = label_of.get(label, OTHER)
+        shown = [*label_of.values(), *([OTHER] if len(values) > len(frequent) else [])]
         chart = base.encode(**place, color=colour("label", shown, "label"), tooltip=["name:N", "label:N"])
         text += f", coloured by their {len(values)} labels"
     title = f"Picture of {subject}"

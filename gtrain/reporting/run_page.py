@@ -10,6 +10,7 @@ from typing import Any
 
 from gtrain.graph.store import Store
 from gtrain.record.run import Row, RunRecord
+from gtrain.record.scores import is_of, metric_names
 from gtrain.reporting import figures, graph, projection, scores
 from gtrain.reporting.page import write_page
 from gtrain.reporting.style import Figure
@@ -162,7 +163,7 @@ def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
     cards += [
         (name, "score", value)
         for name, value in summary["metrics"].items()
-        if name.startswith("test/") and not name.endswith("loss")
+        if is_of(name, "test") and not name.endswith("loss")
     ][:1]
     if summary["epochs"]:
         cards.append(("seconds per training epoch", "seconds", sum(summary["epoch_seconds"]) / summary["epochs"]))
@@ -179,7 +180,7 @@ def result_rows(run: RunRecord) -> list[Row]:
     """Return the rows of the table of metrics: name, value, and the epoch (from 1) of the weights."""
     if run.summary is None:
         last = run.history[-1] if run.history else {}
-        names = [name for name in last if "/" in name]
+        names = metric_names([last])
         return [{"name": name, "value": last[name], "epoch": last["epoch"] + 1} for name in names]
     epochs = run.summary["metrics_epoch"]
     rows = []
@@ -224,7 +225,9 @@ def _first_to_fail(run: RunRecord) -> str:
     """Return the process that failed first by the records of the processes; empty if they do not tell."""
     if run.status == "interrupted":  # all ranks end by an exception
         return ""
-    failures = {each.label: each.of("failure")[-1] for each in run.processes if each.of("failure")}
+    newest = max((each.attempt for each in run.processes), default=0)
+    ends = {each.label: each.last_life("failure") for each in run.processes if each.attempt == newest}
+    failures = {label: rows[-1] for label, rows in ends.items() if rows}
     # A rank that lost a peer only echoes the peer's failure.
     causes = [label for label, failure in failures.items() if not failure["echo"]]
     if causes:

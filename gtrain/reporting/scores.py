@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gtrain.record.run import Row, RunRecord
+from gtrain.record.score_counts import ScoreCounts
 from gtrain.reporting.style import BLUE, HEAT, NEUTRAL, Figure, Table, colour, make_figure, thin
 
 _DRAWN = 8
@@ -16,6 +18,8 @@ _DRAWN = 8
 _RELATIONS = 24
 _POINTS = 2000
 """Nodes whose predicted numbers are drawn."""
+_BINS = 1 << 17
+"""Most bins of a curve; those of all ranks and classes together."""
 Counts = NDArray[np.int64]
 
 
@@ -23,6 +27,28 @@ def test_counts(run: RunRecord, name: str) -> Counts | None:
     """Return counts of a test over all ranks; None if it has none of this name."""
     parts = [np.asarray(test["counts"][name], np.int64) for test in run.tests if name in test["counts"]]
     return np.sum(parts, axis=0) if parts else None
+
+
+def score_counts(run: RunRecord) -> list[ScoreCounts]:
+    """Return the counts of scores over all ranks, of each class or of edges; empty if the test has none."""
+    ranks = [[ScoreCounts.of(content, _BINS) for content in test["scores"]] for test in run.tests if test.get("scores")]
+    if ranks:
+        return [_merged(parts) for parts in zip(*ranks, strict=True)]
+    # Records of earlier releases have counts in equal bins of all scores.
+    true, false = test_counts(run, "true"), test_counts(run, "false")
+    if true is None or false is None:
+        return []
+    return [
+        ScoreCounts.of({"shift": 0, "bins": range(len(some)), "positive": some, "negative": others}, _BINS)
+        for some, others in zip(true, false, strict=True)
+    ]
+
+
+def _merged(counts: Sequence[ScoreCounts]) -> ScoreCounts:
+    total = ScoreCounts(_BINS)
+    for each in counts:
+        total.merge(each)
+    return total
 
 
 def figures(run: RunRecord, class_names: list[str] | None, relation_names: list[str] | None) -> list[Figure]:
@@ -81,23 +107,25 @@ def _confusion(run: RunRecord, names: list[str] | None) -> list[Figure]:
 
 
 def _curves(run: RunRecord, names: list[str] | None) -> list[Figure]:
-    true, false = test_counts(run, "true"), test_counts(run, "false")
-    if true is None or false is None:
+    counts = score_counts(run)
+    if not counts:
         return []
     edges = run.tests[0]["task"] == "edges"
     if edges:
-        series = {"edges": (true[0], false[0])}
-    elif len(true) == 2 and run.tests[0]["task"] == "classes":
-        series = {names[1] if names else "class 1": (true[1], false[1])}
+        series = {"edges": counts[0]}
+    elif len(counts) == 2 and run.tests[0]["task"] == "classes":
+        series = {names[1] if names else "class 1": counts[1]}
     else:
-        frequent = np.argsort(-true.sum(1), kind="stable")[:_DRAWN]
-        series = {"all classes": (true.sum(0), false.sum(0))} if len(true) > _DRAWN else {}
+        sizes = np.asarray([each.positive.sum() for each in counts])
+        frequent = np.argsort(-sizes, kind="stable")[:_DRAWN]
+        series = {"all classes": _merged(counts)} if len(counts) > _DRAWN else {}
         named = {number: names[number] if names else f"class {number}" for number in sorted(frequent.tolist())}
-        series |= {named[number]: (true[number], false[number]) for number in named}
+        series |= {named[number]: counts[number] for number in named}
     roc: Table = []
     precision: Table = []
     areas = {}
-    for name, (positive, negative) in series.items():
+    for name, each in series.items():
+        positive, negative = each.positive, each.negative
         if not positive.sum() or not negative.sum():
             continue
         # From the highest score down.
@@ -117,7 +145,7 @@ def _curves(run: RunRecord, names: list[str] | None) -> list[Figure]:
         color=NEUTRAL, strokeDash=[4, 4], strokeWidth=1
     ).encode(x="x:Q", y="y:Q")  # fmt: skip
     curve = _curve(roc, list(areas), "false positive rate", "true positive rate")
-    note = f"Of {what}; from counts of scores in {run.tests[0]['bins']:,} bins."
+    note = f"Of {what}; from counts of scores in {max(len(each.bins) for each in series.values()):,} bins."
     return [
         make_figure("roc", "ROC curve", f"ROC curves; area under the curve: {said}.", diagonal + curve, note=note),
         make_figure(
@@ -180,8 +208,11 @@ def _predictions(run: RunRecord) -> list[Figure]:
             tooltip=["true:Q", "predicted:Q"],
         )
     )
-    slope = float(np.corrcoef(true[shown], predicted[shown])[0, 1]) if shown.sum() > 1 else float("nan")
-    text = f"Predicted against true numbers of {len(points):,} test nodes; their correlation is {slope:.3f}."
+    text = f"Predicted against true numbers of {len(points):,} test nodes"
+    if true[shown].std() > 0 and predicted[shown].std() > 0:
+        text += f"; their correlation is {np.corrcoef(true[shown], predicted[shown])[0, 1]:.3f}."
+    else:  # which have no correlation
+        text += "; all predictions are equal." if true[shown].std() > 0 else "; all true numbers are equal."
     note = f"A sample of {len(points):,}; predictions on the dashed line are exact."
     return [make_figure("predictions", "Predicted and true numbers", text, line + dots, note=note)]
 
@@ -240,12 +271,18 @@ def _ranks(run: RunRecord) -> list[Figure]:
 
 
 def _rank_label(number: int) -> str:
-    low, high = 1 << number, (1 << number + 1) - 1
-    return "1" if number == 0 else f"{_short(low)}-{_short(high)}"
+    """Return the label of a bin, such as 2-3; the end of a large one is rounded, and is not in it."""
+    low, end = 1 << number, 1 << number + 1
+    if number == 0:
+        return "1"
+    return f"{low}-{end - 1}" if end <= 10_000 else f"{_short(low)}-<{_short(end)}"
 
 
 def _short(value: int) -> str:
-    return f"{value / 1000:.3g}k" if value >= 10_000 else str(value)
+    for unit, name in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if value >= max(unit, 10_000):
+            return f"{value / unit:.3g}{name}"
+    return str(value)
 
 
 def _relations(run: RunRecord, names: list[str] | None) -> list[Figure]:

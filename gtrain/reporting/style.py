@@ -10,11 +10,18 @@ from typing import Any
 import altair as alt
 
 BLUE, ORANGE, GREEN, RED = "#4a8fdc", "#e0892b", "#3ba272", "#d65f5f"
-COLOURS = [BLUE, ORANGE, GREEN, RED, "#9a7fd1", "#2ea6a8", "#d177a6", "#98983a", "#8a8f98", "#b0784a"]
-"""Colours of series, which are legible on white and on near-black."""
+COLOURS = [
+    *(BLUE, ORANGE, GREEN, RED, "#9a7fd1", "#2ea6a8", "#d177a6", "#98983a", "#aa1ea0", "#b0784a"),
+    *("#3c6e14", "#1450f0", "#e614f0", "#5a648c", "#aa3c32", "#8c46f0", "#e61496", "#3c826e", "#a0648c", "#d26ef0"),
+]
+"""Colours of series, which are legible on white and on near-black; those from the tenth on have another dash too."""
+OTHER = "other"
+"""The series of all that have no colour of their own; it is grey."""
 NEUTRAL = "#8a8f98"
 HEAT = ["rgba(74,143,220,0.06)", "#2f74c8"]
 """Ends of the scale of heat maps; the low end lets the page's background through."""
+_SOLID = 10
+"""Series with solid lines."""
 HEIGHT = 260
 """Height of a figure in pixels; the width is that of its column on the page."""
 Table = list[dict[str, Any]]
@@ -64,9 +71,17 @@ def colour(field: str, names: Sequence[str], title: str | None = None) -> alt.Co
     """Return the encoding of series by colour, with a legend above the figure in as many columns as fit its width."""
     pixels = 34 + 7 * min(25, max(map(len, names), default=0))
     columns = alt.ExprRef(f"max(1, floor(width / {pixels}))")
-    palette = [COLOURS[number % len(COLOURS)] for number in range(len(names))]
+    palette = [NEUTRAL if name == OTHER else COLOURS[number % len(COLOURS)] for number, name in enumerate(names)]
     legend = alt.Legend(title=title, orient="top", columns=columns, symbolLimit=24) if len(names) > 1 else None
     return alt.Color(f"{field}:N", scale=alt.Scale(domain=list(names), range=palette), legend=legend, sort=list(names))
+
+
+def dashes(field: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return the encoding that dashes the lines of series from the tenth on; empty with fewer."""
+    if len(names) <= _SOLID:
+        return {}
+    scale = alt.Scale(domain=list(names), range=[[1, 0] if number < _SOLID else [6, 3] for number in range(len(names))])
+    return {"strokeDash": alt.StrokeDash(f"{field}:N", scale=scale, legend=None)}
 
 
 def thin(rows: Sequence[Any], most: int = 400) -> list[Any]:

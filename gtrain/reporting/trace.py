@@ -21,8 +21,8 @@ from gtrain.reporting.command import take_options
 Event = dict[str, Any]
 TRACKS = ("batches", "layers", "waits", "exchanges", "requests", "executed")
 """The tracks of a process, in their order; spans of a track that overlap are on several lanes."""
-_LANES = 100
-"""Numbers of lanes between two tracks."""
+_LANES = 1_000_000
+"""Numbers of lanes between two tracks, more than a process has spans."""
 
 
 def main(arguments: list[str]) -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from gtrain.errors import GtrainError
 from gtrain.record.run import ProcessRecord, RunRecord, find_runs
-from gtrain.record.scores import better
+from gtrain.record.scores import better, metric_names
 
 SECONDS = 1.0
 """Time between two readings of the files."""
@@ -113,7 +113,7 @@ def _progress(run: RunRecord) -> list[RenderableType]:
 def _curves(run: RunRecord, width: int) -> list[RenderableType]:
     """Return a line of blocks for each metric, with its last and its best value."""
     table = Table.grid(padding=(0, 2))
-    names = list(dict.fromkeys(name for row in run.history for name in row if "/" in name))
+    names = metric_names(run.history)
     columns = max(10, min(50, width - 50))
     for name in names[:8]:
         values = [row[name] for row in run.history if row.get(name) is not None]

@@ -475,7 +475,8 @@ class GraphStrategy(ParallelStrategy):
         lazy = [name for name, tensor in module.named_parameters() if is_lazy(tensor)]
         if lazy:
             raise ConfigError(
-                f"{lazy[0]} of {type(module).__name__} has no shape yet, and the ranks would start with different numbers.",
+                f"{lazy[0]} of {type(module).__name__} has no shape yet, and the ranks would start with different "
+                "numbers.",
                 hint="give the layer its number of input channels in place of -1, or call it once on a sample before.",
             )
         for tensor in (*module.parameters(), *module.buffers()):

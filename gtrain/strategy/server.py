@@ -163,7 +163,7 @@ class ServerContext:
     def write_spans(self) -> None:
         """Write the requests that were executed so far to :attr:`spans_file`."""
         if self.spans_file is not None and (recording := tracing.active()) is not None:
-            write_spans(self.spans_file, self.slot.label, {"executed": recording.executed})
+            write_spans(self.spans_file, self.slot.label, {"executed": recording.kept_executed()})
 
     def _figures(self, server: Server) -> dict[str, Any]:
         """Return this server's entry in ``ranks`` of ``summary.json``, and its incarnation."""

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 MOST = 200_000
-"""Spans that a process keeps, the first ones."""
+"""Spans of each kind that a process keeps: the first ones that were sent, and the first and the last half executed."""
+
+
+class _BothEnds(list[dict[str, Any]]):
+    """The first half of the spans; the last half is in :attr:`last`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: deque[dict[str, Any]] = deque(maxlen=MOST // 2)
 
 
 @dataclass
@@ -20,14 +29,22 @@ class RequestLog:
     """
 
     sent: list[dict[str, Any]] = field(default_factory=list)
-    executed: list[dict[str, Any]] = field(default_factory=list)
+    executed: list[dict[str, Any]] = field(default_factory=_BothEnds)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, spans: list[dict[str, Any]], start: int, **span: Any) -> None:
         """Append a span that ends now; called by any thread."""
         with self._lock:
-            if len(spans) < MOST:
-                spans.append({**span, "start": start, "end": time.time_ns()})
+            ended = {**span, "start": start, "end": time.time_ns()}
+            if isinstance(spans, _BothEnds):
+                (spans if len(spans) < MOST // 2 else spans.last).append(ended)
+            elif len(spans) < MOST:
+                spans.append(ended)
+
+    def kept_executed(self) -> list[dict[str, Any]]:
+        """Return the spans of executed requests that are kept: an epoch that is traced may be the first or the last."""
+        with self._lock:
+            return [*self.executed, *(self.executed.last if isinstance(self.executed, _BothEnds) else ())]
 
 
 _active: RequestLog | None = None

@@ -12,6 +12,7 @@ import pytest
 from helpers import ok, summary
 
 from gtrain.record.run import RunRecord
+from gtrain.reporting.scores import score_counts
 
 SAR = ("strategy=sar", "mode=2", "trainer.num_nodes=2", "data.num_nodes=600", "data.num_edges=4000")
 
@@ -36,10 +37,11 @@ def test_the_record_has_the_sums_of_the_summary(tmp_path: Path) -> None:
     assert record.history[-1]["val/acc"] == total["history"][-1]["val/acc"]
     confusion = np.sum([test["counts"]["confusion"] for test in record.tests], axis=0)
     assert np.trace(confusion) / confusion.sum() == pytest.approx(total["metrics"]["test/acc"])
-    true, false = (np.sum([test["counts"][name] for test in record.tests], axis=0) for name in ("true", "false"))
-    above = np.cumsum(false[:, ::-1], axis=1)[:, ::-1]
-    areas = ((above.max(1, keepdims=True) - above + false / 2) * true).sum(1) / true.sum(1) / false.sum(1)
-    assert areas.mean() == pytest.approx(total["metrics"]["test/auc"], abs=2e-3)  # the bins are narrow
+    areas = []
+    for counts in score_counts(record):
+        true, false = counts.positive, counts.negative
+        areas.append(((np.cumsum(false) - false / 2) * true).sum() / true.sum() / false.sum())
+    assert np.mean(areas) == pytest.approx(total["metrics"]["test/auc"], abs=2e-3)  # the bins are narrow
 
 
 def test_a_failed_run_has_a_record_of_its_first_cause(tmp_path: Path) -> None:

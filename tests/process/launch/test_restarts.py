@@ -54,6 +54,10 @@ def test_a_job_restarts_from_its_last_checkpoint(strategy: str, epoch: int, tmp_
     for mine, theirs in zip(restarted["history"], whole["history"], strict=True):
         assert mine["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-6)
     assert restarted["metrics"] == pytest.approx(whole["metrics"], rel=1e-6)
+    for process, rank in zip(RunRecord(tmp_path / "killed").ranks, restarted["ranks"], strict=False):
+        assert len(process.epochs) == 5
+        for key in ("bytes_sent", "bytes_received", "wait_seconds", "cpu_seconds"):
+            assert rank[key] == pytest.approx(sum(row[key] for row in process.epochs)), "of all attempts"
     rows, expected = metrics(tmp_path / "killed"), metrics(tmp_path / "undisturbed")
     assert [(row["epoch"], row["step"]) for row in rows] == [(row["epoch"], row["step"]) for row in expected]
 
@@ -78,6 +82,19 @@ def by_torchrun(folder: Path, attempt: int) -> dict[str, str]:
     """The variables of the only rank of a job in one of its attempts."""
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     return {**rank, "TORCHELASTIC_RUN_ID": folder.name, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+
+
+def test_a_fixed_folder_keeps_the_record_of_earlier_attempts(tmp_path: Path) -> None:
+    """A new job in it deletes the record."""
+    job = (*JOBS["single"], kill(0, 2), "hydra.run.dir=run")
+    assert gtrain(*job, cwd=tmp_path, env=by_torchrun(tmp_path, 0)).returncode == -signal.SIGKILL
+    ok(gtrain(*job, cwd=tmp_path, env=by_torchrun(tmp_path, 1)))
+    record = RunRecord(tmp_path / "run")
+    assert [event["event"] for event in record.events] == ["start", "start", "job restarted", "end"]
+    assert record.status == "complete" and [row["epoch"] for row in record.history] == [0, 1, 2, 3, 4]
+    assert [row["attempt"] for row in record.ranks[0].of("process")] == [0, 1]
+    ok(gtrain(*JOBS["single"], "hydra.run.dir=run", cwd=tmp_path))
+    assert [event["event"] for event in RunRecord(tmp_path / "run").events] == ["start", "end"]
 
 
 def test_an_attempt_whose_predecessor_ended_before_it_trained_is_in_the_index(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from gtrain.callbacks.test_record import BINS, TestRecorder, _bins
+from gtrain.callbacks.test_record import TestRecorder
 from gtrain.model.outputs import NumberScores
 from gtrain.record.run import RunRecord
+from gtrain.record.score_counts import ScoreCounts
 from gtrain.reporting import projection, scores
 from gtrain.reporting.style import make_figure
 
@@ -143,7 +144,8 @@ def test_a_sample_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monk
     assert np.load(path)["values"].shape == (3, 3)
 
 
-def test_a_score_that_is_certain_is_in_the_last_bin() -> None:
+def test_a_score_that_is_certain_is_above_all_others() -> None:
     """The softmax of scores far apart is exactly 1, whose logit is infinite."""
-    scores = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, 1e300])
-    assert _bins(scores).tolist() == [BINS - 1, 0, 0, BINS // 2, BINS - 1]
+    counts = ScoreCounts(100)
+    counts.add(np.asarray([np.inf, -np.inf, np.nan, 0.0, -0.0, 1e30], np.float32), positive=True)
+    assert counts.positive.tolist() == [2, 2, 1, 1] and not counts.negative.any()
