@@ -73,8 +73,17 @@ class Settled:
     choices: dict[str, str]
 
 
+Make = Callable[..., tuple[Settled, str]]
+"""Composes the job of a candidate, with further overrides, and returns it and the line about settings left out."""
+
+
 def settle(
-    cfg: DictConfig, overrides: Sequence[str], choices: dict[str, str], experiment: str | None, launch: Launch
+    cfg: DictConfig,
+    overrides: Sequence[str],
+    choices: dict[str, str],
+    experiment: str | None,
+    launch: Launch,
+    typed: Sequence[str] | None = None,
 ) -> Settled:
     """Choose the strategy of a job, print it in one line, and race the two best if ``strategy.race_seconds`` is set.
 
@@ -84,9 +93,10 @@ def settle(
         choices: names of the chosen ``strategy``, ``data`` and ``model``.
         experiment: the experiment of the job.
         launch: runs a job.
+        typed: the command line as the user typed it, whose targets are trusted; None: ``overrides``.
 
     Raises:
-        GtrainError: nothing fits, or the data cannot be read.
+        GtrainError: nothing fits, every strategy that fits refuses the job, or the data cannot be read.
     """
     launcher = launchers.resolve(cfg.cluster.kind).name
     if cfg.verb != "train" or launcher not in LAUNCHERS:
@@ -99,18 +109,23 @@ def settle(
     seconds = float(cfg.strategy.get("race_seconds") or 0)
     if seconds:
         _check_race(cfg)
-    _check(cfg, overrides, choices, experiment)
+    compose_job = partial(_settled, cfg, overrides, choices, experiment)
+    make = partial(_trusted, compose_job, typed)
+    _check(make)
     candidates, reason = _choose(cfg, overrides, experiment)
-    make = partial(_settled, cfg, overrides, choices, experiment)
     if not candidates:
         raise ConfigError(f"strategy=auto was set. {reason}", hint="gtrain plan plan.least=true counts machines.")
-    if seconds and len(candidates) > 1:
-        first, second = _two_best(candidates)
-        best, reason, extra = _race(cfg, (first, second), seconds, make, launch)
-    else:
-        best, extra = candidates[0], []
+    accepted, refused = _accepted(candidates, partial(_refusal, make), 2 if seconds else 1)
+    if not accepted:
+        raise next(iter(refused.values()))
+    best: Candidate = accepted[0]
+    extra: list[str] = []
+    if len(accepted) > 1:
+        best, reason, extra = _race(cfg, (accepted[0], accepted[1]), seconds, make, launch)
+    elif best is not candidates[0]:
+        reason = _reason_of_next(best, refused)
     print(f"gtrain: strategy=auto: {reason}", file=sys.stderr, flush=True)
-    settled, notice = make(best, extra)
+    settled, notice = compose_job(best, extra)  # the caller checks its targets
     if notice:
         print(notice, file=sys.stderr)
     with open_dict(settled.cfg):
@@ -130,10 +145,19 @@ def _settled(
     extra: Sequence[str] = (),
 ) -> tuple[Settled, str]:
     """Compose the job of a candidate; also return the line about settings that it leaves out."""
-    composed, typed, notice = compose.for_strategy(
+    composed, used, notice = compose.for_strategy(
         cfg, candidate.strategy, overrides, experiment, [*candidate.settings, *extra]
     )
-    return Settled(composed, typed, {**choices, "strategy": candidate.strategy}), notice
+    return Settled(composed, used, {**choices, "strategy": candidate.strategy}), notice
+
+
+def _trusted(
+    make: Make, typed: Sequence[str] | None, candidate: Candidate, extra: Sequence[str] = ()
+) -> tuple[Settled, str]:
+    """Compose the job of a candidate, and allow the targets that the user typed."""
+    settled, notice = make(candidate, extra)
+    targets.settle(settled.cfg, settled.overrides if typed is None else typed)
+    return settled, notice
 
 
 # ------------------------------------------------------------------------------------------------------- the plan
@@ -150,13 +174,52 @@ def _choose(cfg: DictConfig, overrides: Sequence[str], experiment: str | None) -
     return candidates, reply["reason"]
 
 
-def _check(cfg: DictConfig, overrides: Sequence[str], choices: dict[str, str], experiment: str | None) -> None:
+def _check(make: Make) -> None:
     """Refuse, before data are read, what the preflight checks refuse with every strategy.
 
     Raises:
         GtrainError: the error that most strategies have.
     """
-    _in_child(partial(_checked, cfg, overrides, choices, experiment))
+    _in_child(partial(_checked, make))
+
+
+def _refusal(make: Make, candidate: Candidate) -> GtrainError | None:
+    """Return the error by which the preflight checks refuse a candidate; None if they accept it."""
+    try:
+        _in_child(partial(_preflight, make, candidate))
+    except GtrainError as error:
+        return error
+    return None
+
+
+def _accepted(
+    candidates: Sequence[Candidate], refusal: Callable[[Candidate], GtrainError | None], wanted: int
+) -> tuple[list[Candidate], dict[Candidate, GtrainError]]:
+    """Return the best candidates that are not refused, and the errors of those that are.
+
+    Args:
+        candidates: the best one first.
+        refusal: returns the error by which a candidate is refused.
+        wanted: 1, or 2 for a race: the second one is the best of another strategy, or else the next.
+    """
+    accepted: list[Candidate] = []
+    refused: dict[Candidate, GtrainError] = {}
+    left = list(candidates)
+    while left and len(accepted) < wanted:
+        others = [candidate for candidate in left if accepted and candidate.strategy != accepted[0].strategy]
+        candidate = (others or left)[0]
+        left.remove(candidate)
+        if (error := refusal(candidate)) is None:
+            accepted.append(candidate)
+        else:
+            refused[candidate] = error
+    return accepted, refused
+
+
+def _reason_of_next(best: Candidate, refused: Mapping[Candidate, GtrainError]) -> str:
+    """Return why a candidate is taken before which others were refused, one sentence."""
+    why = "; ".join(f"{candidate.title}: {error.message.rstrip('.')}" for candidate, error in refused.items())
+    return f"{best.title} has the shortest planned epoch of those that accept the job, {best.seconds:.3g} s ({why})."
 
 
 def _in_child(call: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
@@ -211,36 +274,33 @@ def _planned(cfg: DictConfig, overrides: Sequence[str], experiment: str | None) 
     return {"rows": rows, "reason": plan.reason}
 
 
-def _checked(
-    cfg: DictConfig, overrides: Sequence[str], choices: dict[str, str], experiment: str | None
-) -> dict[str, Any]:
+def _checked(make: Make) -> dict[str, Any]:
     """Run the preflight checks with one strategy after another, until one passes; raise the most frequent error."""
-    check = importlib.import_module(PREFLIGHT).check
-    silence()
     refusals: dict[str, list[GtrainError]] = {}
     for name in backends.usable():
         try:
-            composed, typed, _ = compose.for_strategy(cfg, name, overrides, experiment)
-            config.validate(composed)
-            targets.settle(composed, typed)
-            keys = [config.key_of(override) for override in typed]
-            check(config.plain(composed), {**choices, "strategy": name}, keys)
+            return _preflight(make, Candidate(name, (), 0.0))
         except GtrainError as error:
             refusals.setdefault(error.message, []).append(error)
-        except Exception:  # it occurs again in the plan or in a rank
-            return {}
-        else:
-            return {}
     raise max(refusals.values(), key=len)[0]
 
 
+def _preflight(make: Make, candidate: Candidate) -> dict[str, Any]:
+    """Run the preflight checks of a candidate; raise its error."""
+    check = importlib.import_module(PREFLIGHT).check
+    silence()
+    try:
+        settled, _ = make(candidate)
+        config.validate(settled.cfg)
+        check(config.plain(settled.cfg), settled.choices, [config.key_of(override) for override in settled.overrides])
+    except GtrainError:
+        raise
+    except Exception:  # it occurs again in the plan or in a rank
+        return {}
+    return {}
+
+
 # ------------------------------------------------------------------------------------------------------- the race
-
-
-def _two_best(candidates: Sequence[Candidate]) -> tuple[Candidate, Candidate]:
-    """Return the recommended candidate, and the best one of another strategy or else the next."""
-    first, *others = candidates
-    return first, next((other for other in others if other.strategy != first.strategy), others[0])
 
 
 def _check_race(cfg: DictConfig) -> None:
@@ -273,15 +333,21 @@ def _race(
     cfg: DictConfig,
     racers: tuple[Candidate, Candidate],
     seconds: float,
-    make: Callable[[Candidate, Sequence[str]], tuple[Settled, str]],
+    make: Make,
     launch: Launch,
 ) -> tuple[Candidate, str, list[str]]:
     """Train each of two candidates for some seconds; the one with the better score goes on from its checkpoint.
 
+    One that fails has lost.
+
     Returns:
         The better one, why it is, and the overrides with which it goes on.
+
+    Raises:
+        GtrainError: both failed; the error of the first one.
     """
     scores: dict[Candidate, float | None] = {}
+    failed: dict[Candidate, GtrainError] = {}
     folders = race_folders(Path(cfg.paths.run), racers)
     for racer, folder in folders.items():
         settled, _ = make(racer, [*racer.race, "trainer.limit_test_batches=0"])
@@ -293,18 +359,29 @@ def _race(
             settled.cfg.callbacks.race = {"_target_": _TIMER, "duration": _as_time(seconds)}
         folder.mkdir(parents=True, exist_ok=True)
         print(f"gtrain: race: {racer.title} trains for {seconds:g} s", file=sys.stderr, flush=True)
-        launch(settled.cfg, settled.choices, settled.overrides)
-        scores[racer] = _score(folder)
+        try:
+            launch(settled.cfg, settled.choices, settled.overrides)
+        except GtrainError as error:
+            failed[racer], scores[racer] = error, None
+            print(f"gtrain: race: {racer.title} failed: {error.message}", file=sys.stderr, flush=True)
+        else:
+            scores[racer] = _score(folder)
+    if len(failed) == len(racers):
+        raise failed[racers[0]]
     monitored: dict[str, Any] = next(
         (best for folder in folders.values() if (best := _summary(folder).get("best"))), {}
     )
     lower = lower_is_better(str(monitored.get("name")), monitored.get("direction"))
     known = [racer for racer in racers if scores[racer] is not None]
     sign = 1 if lower else -1
-    best = min(known, key=lambda racer: sign * (scores[racer] or 0.0)) if known else racers[0]
+    left = known or [racer for racer in racers if racer not in failed]
+    best = min(left, key=lambda racer: sign * (scores[racer] or 0.0))
     other = racers[1] if best is racers[0] else racers[0]
     last = folders[best] / "checkpoints" / "last.ckpt"
-    return best, _reason(best, other, scores, seconds), [f"ckpt_path={last}"] if last.exists() else []
+    extra = [compose.override_of("ckpt_path", str(last))] if last.exists() else []
+    if other in failed:
+        return best, f"{best.title} goes on; {other.title} failed: {failed[other].message.rstrip('.')}.", extra
+    return best, _reason(best, other, scores, seconds), extra
 
 
 def _reason(best: Candidate, other: Candidate, scores: Mapping[Candidate, float | None], seconds: float) -> str:

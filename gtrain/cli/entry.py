@@ -403,7 +403,7 @@ def _checked_launch(cfg: DictConfig, overrides: list[str]) -> Any:
         return command.run(cfg, overrides, hydra_config.runtime.choices.get("experiment"))
     experiment = hydra_config.runtime.choices.get("experiment")
     if cfg.strategy.name == config.AUTO:
-        settled = auto.settle(cfg, overrides, _choices(cfg), experiment, launch)
+        settled = auto.settle(cfg, overrides, _choices(cfg), experiment, launch, _typed)
         targets.settle(settled.cfg, _typed)
         return launch(settled.cfg, settled.choices, settled.overrides)
     sweep = hydra_config.mode == RunMode.MULTIRUN

@@ -14,6 +14,7 @@ from typing import Any
 
 from gtrain.launch import launchers
 from gtrain.memory.limits import group_limit, meminfo, memory_total
+from gtrain.plan.machine import cpu_limit
 
 SHARED_MEMORY = Path("/dev/shm")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -41,7 +42,7 @@ def facts(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 def cores() -> dict[str, Any]:
     """Return the cores of the machine, those usable by this process, and the limit of its container."""
-    return {"machine": os.cpu_count(), "usable": len(os.sched_getaffinity(0)), "limit": _cpu_limit()}
+    return {"machine": os.cpu_count(), "usable": len(os.sched_getaffinity(0)), "limit": cpu_limit()}
 
 
 def memory() -> dict[str, Any]:
@@ -74,15 +75,6 @@ def launcher(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     info = detected.rank_info(environ)
     rank, size, local_size = (0, None, None) if info is None else (info.rank, info.size, info.local_size)
     return {"launcher": detected.name, "rank": rank, "world_size": size, "ranks_here": local_size}
-
-
-def _cpu_limit() -> float | None:
-    """Return the cores that the control group allows, such as 1.5; None without a limit."""
-    text = _group_file("cpu.max")
-    if text is None or text.startswith("max"):
-        return None
-    quota, period = text.split()
-    return int(quota) / int(period)
 
 
 def _group_file(*names: str) -> str | None:

@@ -56,6 +56,9 @@ def add_layers(estimate: Estimate, run: PlannedRun, batch: MeanBatch, steps: int
             inputs=0 if layer.kind == ATTENTION or layer.entries is not None else layer.inputs,
             copies=3 if work.dropout and number < len(work.layers) else 2, outputs=layer.outputs, item=work.item,
         )  # fmt: skip
+    joined = run.config["model"].get("jk") is not None or not trimmed
+    layers.add_norms_and_jumps(estimate, run, nodes[hops if joined else max(hops - 1, 0)], KEPT)
+    layers.add_converted(estimate, run, nodes[hops])
     estimate.add(MEMORY, "gradients at the peak", "2 * numbers * item", numbers=widest, item=work.item)
     if work.dense:
         # As many rows as the first layer computes: other layers stand beside the convolutions, or behind them.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gtrain.model.candidate_ranks import TILE
 from gtrain.model.kinds import SPARSE
-from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, MEMORY, OVERHEAD, Estimate, NotEstimated, PlannedRun
+from gtrain.plan.estimate import ARITHMETIC, BANDWIDTH, MEMORY, NETWORK, OVERHEAD, Estimate, NotEstimated, PlannedRun
 from gtrain.plan.workload import ATTENTION, IDS, OTHER, RELATIONAL, Layer, Workload
 
 ELEMENT_PASSES = 30
@@ -17,6 +17,10 @@ BACKWARD_ATTENTION = 1.5
 """Time of attention's backward pass in forward passes; see docs/benchmarks.md."""
 EDGE_BYTES = 40
 """Bytes of an edge in memory: its ends as int64, and its int32 numbers by target and by source."""
+STORED_ITEM = 4
+"""Bytes of a number of stored features."""
+SMALL_SUM = 32 << 10
+"""Bytes of a tensor up to which each rank sends all of it to all others to sum it."""
 RELATION_BYTES = 56
 """Bytes of an edge of R-GCN beside :data:`EDGE_BYTES`: its number among pairs of relation and node, and their ends."""
 NEW_RESULTS = 8
@@ -145,6 +149,22 @@ def add_scored_edges(estimate: Estimate, run: PlannedRun, edges: float, ranks: i
     )  # fmt: skip
 
 
+def add_reduce_time(estimate: Estimate, run: PlannedRun, numbers: float, times: float = 1) -> None:
+    """Add the transfers of a sum over the ranks beyond the tensor itself, which the counters of sent bytes count.
+
+    Args:
+        estimate: to which a term is added.
+        run: the run.
+        numbers: of the tensor.
+        times: sums in an epoch.
+    """
+    ranks, size = run.ranks, numbers * run.workload.item
+    estimate.add(
+        NETWORK, "sums over the ranks, beyond one tensor", "times * (transferred - 1) * bytes / link",
+        times=times, transferred=ranks - 1 if size <= SMALL_SUM else 2 * (ranks - 1) / ranks, bytes=size, link=run.link,
+    )  # fmt: skip
+
+
 def ranks_held_out(run: PlannedRun) -> bool:
     """Whether the run validates or tests."""
     trainer = run.config["trainer"]
@@ -173,10 +193,11 @@ def negatives_of(run: PlannedRun) -> int:
 
 def add_step_time(estimate: Estimate, run: PlannedRun, times: float) -> None:
     """Add the optimizer's time, and that of starting operations."""
-    work = run.workload
+    work, accumulated = run.workload, int(run.config["trainer"].get("accumulate_grad_batches") or 1)
     estimate.add(
-        BANDWIDTH, "optimizer", "(4 + 3 * states) * parameters * item * steps / stream",
-        states=work.states, parameters=work.parameters, item=work.item, steps=times, stream=run.stream,
+        BANDWIDTH, "optimizer", "(4 + 3 * states) * parameters * item * ceil(steps / accumulated) / stream",
+        states=work.states, parameters=work.parameters, item=work.item, steps=times, accumulated=accumulated,
+        stream=run.stream,
     )  # fmt: skip
     # HeteroConv calls a convolution for each edge type.
     convolutions = len(work.layers) + sum(sum(layer.targets.values()) for layer in work.typed)
@@ -186,20 +207,85 @@ def add_step_time(estimate: Estimate, run: PlannedRun, times: float) -> None:
     )  # fmt: skip
 
 
-def add_memory(estimate: Estimate, run: PlannedRun, nodes: float, edges: float) -> None:
-    """Add the memory of a full batch: what the layers keep for the backward pass, and what is alive at its peak."""
+def add_memory(
+    estimate: Estimate, run: PlannedRun, nodes: float, edges: float, *, converted: int | None = None
+) -> None:
+    """Add the memory of a full batch: what the layers keep for the backward pass, and what is alive at its peak.
+
+    Args:
+        estimate: to which terms are added.
+        run: the run.
+        nodes: nodes that a rank computes.
+        edges: edges that point at them.
+        converted: copies of the features in another precision than the stored one; None: one for training, and one
+            for validation or test.
+    """
     work = run.workload
     estimate.add(MEMORY, "imports", "imports", imports=run.machine.imports)
     if edges:
         estimate.add(MEMORY, "edges", "edges * each", edges=edges, each=EDGE_BYTES)
     for number, layer in enumerate(work.layers, start=1):
         add_layer_memory(estimate, run, number, layer, nodes, edges)
+    add_norms_and_jumps(estimate, run, nodes)
+    add_converted(estimate, run, nodes, 1 + int(ranks_held_out(run)) if converted is None else converted)
     add_parameters(estimate, run)
     widest = max([max(layer.width, layer.outputs) for layer in work.layers], default=0)
     if widest:
         estimate.add(
             MEMORY, "gradients at the peak", "2 * nodes * width * item", nodes=nodes, width=widest, item=work.item
         )
+
+
+def add_converted(estimate: Estimate, run: PlannedRun, nodes: float, copies: int = 1) -> None:
+    """Add the dense features in the precision of the run; in that of the store they are mapped from its files."""
+    work = run.workload
+    if work.num_features and work.entries is None and work.item != STORED_ITEM:
+        estimate.add(
+            MEMORY, "features in the precision of the run", "copies * nodes * features * item",
+            copies=copies, nodes=nodes, features=work.num_features, item=work.item,
+        )  # fmt: skip
+
+
+def add_norms_and_jumps(estimate: Estimate, run: PlannedRun, nodes: float, kept: float = 1) -> None:
+    """Add what ``model.norm`` and ``model.jk`` keep for the backward pass.
+
+    Args:
+        estimate: to which terms are added.
+        run: the run.
+        nodes: rows of a layer.
+        kept: memory that stays allocated, in parts of what is needed.
+
+    Raises:
+        NotEstimated: the layers are joined by an LSTM.
+    """
+    work, model = run.workload, run.config["model"]
+    norm, jump, count = model.get("norm"), model.get("jk"), len(work.layers)
+    if not count:
+        return
+    if jump == "lstm":
+        raise NotEstimated("no formula covers model.jk=lstm")
+    if norm not in (None, "none") and (norms := count if jump else count - 1):
+        estimate.add(
+            MEMORY, "inputs of norms", "kept * nodes * columns * item",
+            kept=kept, nodes=nodes, columns=sum(layer.outputs for layer in work.layers[:norms]), item=work.item,
+        )  # fmt: skip
+    if jump:
+        # The results of all layers after activation, and their copies in one matrix.
+        estimate.add(
+            MEMORY, "results of all layers, joined", "2 * kept * nodes * columns * item",
+            kept=kept, nodes=nodes, columns=sum(layer.outputs for layer in work.layers), item=work.item,
+        )  # fmt: skip
+
+
+def check_engine(run: PlannedRun) -> None:
+    """Refuse a run whose convolutions run by PyG's own methods: formulas are those of the layer engine.
+
+    Raises:
+        NotEstimated: it is one.
+    """
+    work = run.workload
+    if run.settings.get("layers") == "plain" and (work.layers or work.typed):
+        raise NotEstimated("no formula covers convolutions that run as PyG wrote them")
 
 
 def check_layer(layer: Layer) -> None:

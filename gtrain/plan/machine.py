@@ -109,10 +109,25 @@ def this_machine() -> Machine:
             **build,
             **measured,
             "name": socket.gethostname() + ("" if measured else ", not calibrated"),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": _cores(),
             "memory": usable_memory(),
         }
     )
+
+
+def _cores() -> int:
+    """Return the cores that the job may use, at most those that the control group allows."""
+    usable, limit = len(os.sched_getaffinity(0)), cpu_limit()
+    return usable if limit is None else max(min(usable, int(limit)), 1)
+
+
+def cpu_limit(root: Path = Path("/")) -> float | None:
+    """Return the cores that the control group allows, such as 1.5; None without a limit."""
+    try:
+        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
 
 
 def _torch_has_cuda() -> bool:

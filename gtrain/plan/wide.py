@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -21,9 +22,36 @@ _SOFTMAX_PASSES, _TABLE_PASSES = 6, 16  # over scores, and over a table, in a st
 
 
 def steps_of(run: PlannedRun) -> int:
-    """Return the optimizer steps of an epoch."""
+    """Return the steps of an epoch."""
     batch = run.config["data"]["batch_size"]
     return 1 if batch is None else max(ceil(run.workload.num_seeds / batch), 1)
+
+
+def limited(run: PlannedRun) -> PlannedRun:
+    """Return the run with the seeds that ``trainer.limit_train_batches`` leaves of an epoch."""
+    limit, batch = run.config["trainer"].get("limit_train_batches", 1.0), run.config["data"]["batch_size"]
+    steps = steps_of(run)
+    if limit is None or batch is None or not run.workload.num_seeds:
+        return run
+    left = max(min(limit, steps) if isinstance(limit, int) else int(steps * limit), 1)
+    if left == steps:
+        return run
+    return replace(run, workload=replace(run.workload, num_seeds=left * batch))
+
+
+def updates_of(run: PlannedRun) -> int:
+    """Return the optimizer's updates in an epoch, which ``trainer.accumulate_grad_batches`` makes fewer than steps."""
+    return ceil(steps_of(run) / int(run.config["trainer"].get("accumulate_grad_batches") or 1))
+
+
+def epochs_of(run: PlannedRun) -> float:
+    """Return the epochs of the run; 1 if neither their number nor that of its steps is limited."""
+    trainer = run.config["trainer"]
+    epochs, updates = trainer.get("max_epochs"), trainer.get("max_steps")
+    limits = [float(epochs)] if epochs is not None and epochs > 0 else []
+    if updates is not None and updates > 0:
+        limits.append(max(updates / updates_of(run), 1.0))
+    return min(limits, default=1.0)
 
 
 def largest(work: Workload) -> WideTable:

@@ -341,7 +341,8 @@ def describe(
         typed=typed_layers(model) if model is not None and heterogeneous else (),
         dense=sum(p.numel() for p in matrices),
         dense_widths=tuple(p.size(0) for p in matrices),
-        parameters=sum(p.numel() for p in plain if not isinstance(p, nn.UninitializedParameter)),
+        parameters=sum(p.numel() for p in plain if not isinstance(p, nn.UninitializedParameter))
+        + _rows_beyond_sketch(model, num_nodes),
         states=_states(config["model"].get("optimizer")),
         table_states=table_states(config),
         row_states=row_states(config),
@@ -448,6 +449,16 @@ def _table(table: Table, rows: Mapping[str, float], num_features: int) -> WideTa
     spec, by_node = table.table, table.table.ids != "feature"
     count = rows.get(spec.name, spec.rows) if by_node else max(spec.rows, num_features)
     return WideTable(spec.name, count, spec.dim, by_node)
+
+
+def _rows_beyond_sketch(model: nn.Module | None, num_nodes: float) -> int:
+    """Return the numbers that convolutions over ids have for the nodes that a sketch of a large graph lacks."""
+    numbers = 0
+    for conv in _convolutions(model):
+        if isinstance(conv, IdRGCNConv):
+            by_node = [conv.weight, *([] if conv.root is None else [conv.root])]
+            numbers += sum(p.numel() // conv.num_nodes for p in by_node) * (int(num_nodes) - conv.num_nodes)
+    return numbers
 
 
 def _entries(store: Store | None, facts: Mapping[str, Any]) -> float | None:

@@ -73,14 +73,9 @@ class PbgPlanner(Planner):
         """Add the partitions that a machine reads and writes in an epoch: about one for each bucket."""
         # Each pair of partitions meets; a bucket that shares a partition with the last one needs one other. Its
         # mirror needs none, and partitions that stay in further slots save their share.
-        swaps = (
-            partitions
-            * (partitions - 1)
-            / 2
-            / machines
-            * (1 - (slots - 2) / partitions)
-            * int(run.settings["num_edge_chunks"])
-        )
+        pairs, chunks = partitions * (partitions - 1) / 2 / machines, int(run.settings["num_edge_chunks"])
+        # A machine rarely gets a bucket of partitions that stayed, and writes all of them when the epoch ends.
+        swaps = pairs * (1 - (slots - 2) / partitions) * chunks if machines == 1 else pairs * chunks + slots
         estimate.assumptions.append("a swap of partitions for each pair of them, as with bucket_order=affinity")
         partitioned = [table for table in run.workload.tables if _is_partitioned(run, table)]
         if machines == 1:

@@ -27,6 +27,7 @@ from gtrain_ps.plan_products import (
     add_server_steps,
     chosen_plan,
     graph_load,
+    replayed_steps,
     wire_of,
 )
 from gtrain_ps.plan_sampled import add_sampled
@@ -42,6 +43,8 @@ class PsPlanner(Planner):
     """The formulas of sparse rows and knowledge graphs on parameter servers."""
 
     def estimate(self, run: PlannedRun) -> Estimate:
+        layers.check_engine(run)
+        run = wide.limited(run)
         work = run.workload
         if not work.tables:
             raise NotEstimated("the model's tables are not known before its data are read")
@@ -72,7 +75,7 @@ class PsPlanner(Planner):
             )  # fmt: skip
         if settings["rest"] == "server" and settings["max_restarts"] and settings["durability"] != "none":
             # Each server gets a part of what all workers hold, from one of them. The first step has no states yet.
-            all_steps = steps * max(run.config["trainer"]["max_epochs"] or 1, 1)
+            all_steps = steps * wide.epochs_of(run)
             estimate.add(
                 SENT, "progress for a restart",
                 "steps * ((1 + states * (1 - 1 / all_steps)) * parameters * item * share + generators)"
@@ -121,8 +124,7 @@ class PsPlanner(Planner):
         plan = chosen_plan(run, table, load, wire)
         add_product_bytes(estimate, plan, load, steps, wire, table.dim)
         estimate.add(MEMORY, "entries by server", "entries * (12 + values)", entries=load.entries, values=wire.value)
-        # The replay buffer has those of the last two steps.
-        add_server_steps(estimate, run, plan, load, wire, table.dim)
+        add_server_steps(estimate, run, plan, load, wire, table.dim, replayed_steps(run))
         share = run.servers_per_machine / wire.servers * run.ranks / run.ranks_per_machine
         wide.add_sparse_rows(estimate, run, table, load.rows * steps, share)
 

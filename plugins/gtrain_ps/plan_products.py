@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gtrain.plan import wide
 from gtrain.plan.estimate import SENT, SERVER_MEMORY, Estimate, PlannedRun
 from gtrain.plan.workload import WideTable
 from gtrain_ps.costs import Load, Plan, allowed_plans, cheapest
@@ -79,14 +80,36 @@ def add_pulled_bytes(estimate: Estimate, table: WideTable, rows: float, steps: i
     )  # fmt: skip
 
 
-def add_server_steps(estimate: Estimate, run: PlannedRun, plan: Plan, load: Load, wire: Wire, dim: int) -> None:
-    """Add the memory of a server for all workers' products: requests, products and gradients of two steps."""
+def keeps_steps(run: PlannedRun) -> bool:
+    """Whether servers keep the products of the last steps, to send them again to a worker that restarts."""
+    settings = run.settings
+    durable = settings["durability"] == "disk" or (settings["max_restarts"] and settings["durability"] != "none")
+    return bool(settings["rest"] == "server" and durable)
+
+
+def kept_steps(run: PlannedRun) -> float:
+    """Return the steps in the replay buffer of a server that has one."""
+    lag = run.settings["staleness"] if run.settings["consistency"] == "async" else 0
+    return min(lag + 4, wide.steps_of(run) * wide.epochs_of(run))
+
+
+def replayed_steps(run: PlannedRun) -> float:
+    """Return the steps of a whole graph whose products a server has: two in full batch, which is one step an epoch."""
+    if run.config["data"]["batch_size"] is None or not keeps_steps(run):
+        return 2
+    return max(kept_steps(run), 2)
+
+
+def add_server_steps(
+    estimate: Estimate, run: PlannedRun, plan: Plan, load: Load, wire: Wire, dim: int, steps: float = 2
+) -> None:
+    """Add the memory of a server for all workers' products: requests, products and gradients of some steps."""
     if plan.protocol == "ship":
         estimate.add(
             SERVER_MEMORY, "entries and products of steps",
-            "2 * workers * (entries / blocks * (4 + values) + 2 * rows * dim / columns * number)",
-            workers=run.ranks, entries=load.entries, blocks=plan.row_blocks, values=wire.value, rows=load.rows,
-            dim=dim, columns=plan.column_blocks, number=wire.number,
+            "steps * workers * (entries / blocks * (4 + values) + 2 * rows * dim / columns * number)",
+            steps=steps, workers=run.ranks, entries=load.entries, blocks=plan.row_blocks, values=wire.value,
+            rows=load.rows, dim=dim, columns=plan.column_blocks, number=wire.number,
         )  # fmt: skip
     else:
         add_server_rows(estimate, run, plan, load.unique, wire, dim)

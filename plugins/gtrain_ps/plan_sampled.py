@@ -17,6 +17,8 @@ from gtrain_ps.plan_products import (
     add_server_steps,
     chosen_plan,
     graph_load,
+    keeps_steps,
+    kept_steps,
 )
 
 _SERVER_BUFFERS = 2e7  # bytes of a server's compiled kernels, and of the wire's buffers
@@ -133,16 +135,10 @@ def _add_rows(estimate: Estimate, run: PlannedRun, name: str, dim: int, rows: fl
 
 def _add_replayed(estimate: Estimate, run: PlannedRun, name: str, rows: float, dim: float, wire: Wire) -> None:
     """Add the replay buffer of a server: products of the last steps, whose sizes vary."""
-    settings = run.settings
-    keeps = settings["rest"] == "server" and (
-        settings["durability"] == "disk" or (settings["max_restarts"] and settings["durability"] != "none")
-    )
-    if keeps:
-        lag = settings["staleness"] if settings["consistency"] == "async" else 0
-        all_steps = wide.steps_of(run) * max(run.config["trainer"]["max_epochs"] or 1, 1)
+    if keeps_steps(run):
         estimate.add(
             SERVER_MEMORY, f"replay buffer of rows of {name}", "grown * steps * workers * rows * dim * number",
-            grown=_GROWN, steps=min(lag + 4, all_steps), workers=run.ranks, rows=rows, dim=dim, number=wire.number,
+            grown=_GROWN, steps=kept_steps(run), workers=run.ranks, rows=rows, dim=dim, number=wire.number,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from gtrain.plan import batch_layers, layers, typed_layers, wide
 from gtrain.plan.batches import fan_out_of
 from gtrain.plan.estimate import MEMORY, NETWORK, SENT, Estimate, NotEstimated, PlannedRun, Planner
-from gtrain_pyg.plan_batches import RankBatch, hosted_parts, mean_batch, requests_rows
+from gtrain_pyg.plan_batches import RankBatch, hosted_parts, mean_batch, requests_rows, store_parts
 
 _HIDDEN = 0.8  # of the transfers, which are a batch ahead
 _EDGE_BYTES = 40  # of a sampled edge: ends and position, and their order by target and by source
@@ -21,6 +21,8 @@ class PygPlanner(Planner):
     exact_validation: ClassVar[Mapping[str, Any]] = {"evaluation": "exact"}
 
     def estimate(self, run: PlannedRun) -> Estimate:
+        layers.check_engine(run)
+        run = wide.limited(run)
         work, data = run.workload, run.config["data"]
         _check_layers(run)
         seeds = min(data["batch_size"] or work.num_seeds, work.num_seeds)
@@ -29,6 +31,8 @@ class PygPlanner(Planner):
         estimate = Estimate(hidden=_HIDDEN)
         if work.store is None:
             estimate.assumptions.append(f"batches are {batch.origin}")
+        elif run.ranks not in (1, store_parts(run)):
+            estimate.assumptions.append(f"the parts of {run.ranks} ranks are equal ranges of the store's nodes")
         if data["temporal_strategy"] is not None:
             estimate.assumptions.append("seeds see all neighbours, also later ones")
         self._add_memory(estimate, run, batch)
@@ -68,13 +72,14 @@ class PygPlanner(Planner):
                 )  # fmt: skip
 
     def _add_bytes(self, estimate: Estimate, run: PlannedRun, batch: RankBatch, steps: int) -> None:
-        work = run.workload
+        work, updates = run.workload, wide.updates_of(run)
         layers.add_gradient_sum(estimate, run)
+        tables = sum(table.rows * table.dim for table in work.tables)
         estimate.add(
-            SENT, "sums of gradients", "steps * (parameters + tables) * item",
-            steps=steps, parameters=work.parameters, tables=sum(table.rows * table.dim for table in work.tables),
-            item=work.item,
+            SENT, "sums of gradients", "updates * (parameters + tables) * item",
+            updates=updates, parameters=work.parameters, tables=tables, item=work.item,
         )  # fmt: skip
+        layers.add_reduce_time(estimate, run, work.parameters + tables, updates)
         if requests_rows(run):
             if run.settings["halo_hops"] != "all":
                 # A rank asks as many others as ask it.

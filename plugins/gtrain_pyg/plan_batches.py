@@ -82,6 +82,12 @@ def mean_batch(run: PlannedRun, seeds: float, fan_out: Any, steps: int) -> RankB
     return _Drawing(store, run, max(round(seeds), 1), fan_out, steps).mean()
 
 
+def store_parts(run: PlannedRun) -> int | None:
+    """Return the parts of the store from which batches are drawn; None: they are computed."""
+    store = store_to_draw_from(run)
+    return None if store is None else store.num_parts
+
+
 def requests_rows(run: PlannedRun) -> bool:
     """Whether ranks request rows of each other; otherwise each maps the parts of all."""
     return run.ranks > 1 and (run.num_machines > 1 or run.settings["transport"] == "tcp")
@@ -121,9 +127,9 @@ class _Drawing:
             store, run, fan_out, first_part=own_parts and local, sharing=sharing, **_drawing_rules(run)
         )
         self._row_bytes = self._batches.row_bytes
-        self._offsets = {node_type: store.offsets_of(node_type).numpy() for node_type in store.node_types}
+        self._offsets = {name: _offsets(store, name, run.ranks) for name in store.node_types}
         self._into = {name: sum(t[2] == name for t in store.edge_types) for name in store.node_types}
-        hops = _copied_hops(run)
+        hops = _copied_hops(run) if own_parts else 0
         self._copied = halo_nodes(store, PartBook.of(store), (0,), hops) if hops else {}
         self._cached = self._cache() if _cache_bytes(run) else {}
 
@@ -221,6 +227,13 @@ class _Drawing:
 
     def _bytes(self, rows: Mapping[str, Array]) -> float:
         return sum(self._row_bytes[name] * len(ids) for name, ids in rows.items())
+
+
+def _offsets(store: Store, node_type: str, ranks: int) -> Array:
+    """Return the first node of each rank's part, and their number: equal ranges if the store has other parts."""
+    if ranks == store.num_parts:
+        return store.offsets_of(node_type).numpy()
+    return np.linspace(0, store.num_nodes_of(node_type), ranks + 1).astype(np.int64)
 
 
 def _expected(run: PlannedRun, seeds: float, fan_out: Sequence[int], steps: int) -> RankBatch:

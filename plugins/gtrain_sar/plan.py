@@ -7,6 +7,7 @@ pass; :mod:`gtrain.engine` decides which rows of a layer travel, and how wide th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gtrain.plan import layers, typed_layers, wide
@@ -28,6 +29,10 @@ class SarPlanner(Planner):
         return [{"mode": mode} for mode in sorted(MODES, key=lambda mode: mode != first)]
 
     def estimate(self, run: PlannedRun) -> Estimate:
+        layers.check_engine(run)
+        if str(run.settings.get("cache_inputs")).lower() == "false":
+            uncached = tuple(replace(layer, constant=False) for layer in run.workload.layers)
+            run = replace(run, workload=replace(run.workload, layers=uncached))
         work = run.workload
         if work.heterogeneous:
             return _typed(run)
@@ -38,7 +43,7 @@ class SarPlanner(Planner):
         if not parts.exact:
             estimate.assumptions.append(f"parts are {parts.origin}")
         nodes, edges = max(parts.nodes), max(parts.edges)
-        layers.add_memory(estimate, run, nodes, edges)
+        layers.add_memory(estimate, run, nodes, edges, converted=1)
         _add_tables(estimate, run)
         layers.add_time(estimate, run, nodes, edges, max(parts.seeds))
         if work.task == "link":
@@ -82,12 +87,12 @@ def _typed(run: PlannedRun) -> Estimate:
             rank = max(range(run.ranks), key=lambda p: times * served[p] + halo[p])
             estimate.add(
                 SENT, f"rows of layer {number}, and gradients", "(times * served + halo) * width * item",
-                times=times, served=served[rank], halo=halo[rank], width=layer.inputs, item=_wire_item(run),
+                times=times, served=served[rank], halo=halo[rank], width=layer.inputs, item=_computed_item(run),
             )  # fmt: skip
         widest = max(layer.inputs for layer in work.typed)
         estimate.add(
             MEMORY, "halo rows in flight", "(halo + served) * width * item",
-            halo=max(halo), served=max(served), width=widest, item=_wire_item(run),
+            halo=max(halo), served=max(served), width=widest, item=_computed_item(run),
         )  # fmt: skip
         if work.task == "link":
             _add_edge_bytes(estimate, run, max(range(run.ranks), key=lambda p: halo[p] + served[p]))
@@ -109,6 +114,7 @@ def _add_exchange(estimate: Estimate, run: PlannedRun, exchanges: int) -> None:
         SENT, "sum of gradients", "(parameters + tables) * item",
         parameters=work.parameters, tables=sum(table.rows * table.dim for table in work.tables), item=work.item,
     )  # fmt: skip
+    layers.add_reduce_time(estimate, run, work.parameters + sum(table.rows * table.dim for table in work.tables))
     sent, others = estimate.total(SENT), run.ranks - 1
     estimate.add(NETWORK, "transfer", "sent / link", sent=sent, link=run.link)
     estimate.add(
@@ -132,7 +138,7 @@ def _add_bytes(estimate: Estimate, run: PlannedRun, parts: Parts, rank: int, num
             f"ids of layer {number}, once in all epochs",
             "8 * served / epochs",
             served=served,
-            epochs=_epochs(run),
+            epochs=wide.epochs_of(run),
         )
         return
     if layer.sums_forward:
@@ -142,7 +148,7 @@ def _add_bytes(estimate: Estimate, run: PlannedRun, parts: Parts, rank: int, num
     else:
         estimate.add(
             SENT, f"constant inputs of layer {number}, once in all epochs", "served * width * item / epochs",
-            served=served, width=layer.width, item=item, epochs=_epochs(run),
+            served=served, width=layer.width, item=item, epochs=wide.epochs_of(run),
         )  # fmt: skip
     if layer.sums_backward:
         estimate.add(
@@ -156,7 +162,7 @@ def _add_attention_bytes(
     """Add the bytes of an attention layer, whose backward pass runs at the sources' owners if that sends less."""
     item, mode = _item(run, layer), int(run.settings["mode"])
     served, halo = parts.served[rank], parts.halo[rank]
-    # Numbers of heads are float32 also beside rows of bfloat16.
+    # Numbers of heads and gradients of targets are float32 also beside rows of bfloat16.
     number_bytes = item if run.settings["wire_dtype"] == "bfloat16" else max(item, 4)
     estimate.add(
         SENT, f"rows and logits of layer {number}", "served * (width * item + heads * number)",
@@ -166,7 +172,7 @@ def _add_attention_bytes(
     if over_halo <= (2 if mode == 1 else 1):
         estimate.add(
             SENT, f"gradients of targets of layer {number}", "targets * (width * item + scalars * heads * number)",
-            targets=parts.sent_targets[rank], width=layer.width, scalars=_SCALARS, heads=layer.heads, item=item,
+            targets=parts.sent_targets[rank], width=layer.width, scalars=_SCALARS, heads=layer.heads, item=number_bytes,
             number=number_bytes,
         )  # fmt: skip
         estimate.add(
@@ -201,12 +207,12 @@ def _add_edge_bytes(estimate: Estimate, run: PlannedRun, rank: int) -> None:
     )  # fmt: skip
     estimate.add(
         SENT, "embeddings of ends of edges", f"({given}) * dim * item",
-        served=served, remote=others * own - (served if ends.one_type else 0), dim=work.embedding_width, item=work.item,
-        **numbers,
+        served=served, remote=others * own - (served if ends.one_type else 0), dim=work.embedding_width,
+        item=_computed_item(run), **numbers,
     )  # fmt: skip
     estimate.add(
         SENT, "gradients of embeddings", f"({fetched}) * dim * item",
-        halo=halo, remote=remote, dim=work.embedding_width, item=work.item, **numbers,
+        halo=halo, remote=remote, dim=work.embedding_width, item=_computed_item(run), **numbers,
     )  # fmt: skip
 
 
@@ -225,14 +231,15 @@ def _add_halo_memory(estimate: Estimate, run: PlannedRun, parts: Parts, rank: in
 
 def _item(run: PlannedRun, layer: Layer) -> int:
     """Return the bytes of a number that travels."""
-    halves = str(run.config["trainer"]["precision"]).startswith("bf16") and layer.kind != ATTENTION
-    return 2 if halves else _wire_item(run)
+    # Rows of the data are summed as they are, without a product before.
+    stored = not layer.trained_input and not layer.transforms_first
+    return _wire_item(run) if stored else _computed_item(run)
+
+
+def _computed_item(run: PlannedRun) -> int:
+    """Return the bytes of a number of a layer's result that travels."""
+    return 2 if str(run.config["trainer"]["precision"]).startswith("bf16") else _wire_item(run)
 
 
 def _wire_item(run: PlannedRun) -> int:
     return 2 if run.settings["wire_dtype"] == "bfloat16" else run.workload.item
-
-
-def _epochs(run: PlannedRun) -> int:
-    epochs = run.config["trainer"]["max_epochs"]
-    return max(epochs or 1, 1)

@@ -10,6 +10,8 @@ class SinglePlanner(Planner):
     """The formulas of one process on all data."""
 
     def estimate(self, run: PlannedRun) -> Estimate:
+        layers.check_engine(run)
+        run = wide.limited(run)
         work, steps = run.workload, wide.steps_of(run)
         estimate = Estimate()
         if work.heterogeneous and work.kind != wide.EMBEDDING:

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers import REPO
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
@@ -343,6 +344,53 @@ def test_a_race_is_won_by_the_score_that_the_checkpoint_selects(
     cfg = OmegaConf.create({"paths": {"run": str(tmp_path)}})
     best, reason, _ = auto._race(cfg, racers, 1.0, make, launch)
     assert best.strategy == expected and f"{values[expected]:.4g} (" in reason
+
+
+def test_a_racer_that_fails_loses(tmp_path: Path) -> None:
+    def make(racer: Candidate, extra: Any) -> tuple[auto.Settled, str]:
+        cfg = OmegaConf.create({"paths": {"run": ""}, "trainer": {"num_sanity_val_steps": 2}, "callbacks": {}})
+        return auto.Settled(cfg, [], {"strategy": racer.strategy}), ""
+
+    def launch(cfg: Any, choices: dict[str, str], overrides: list[str]) -> None:
+        if choices["strategy"] in failing:
+            raise GtrainError(f"{choices['strategy']} is out of memory.")
+
+    racers = (Candidate("sar", (), 1), Candidate("pyg", (), 2))
+    folder = tmp_path / "lr=0.1"
+    last = folder / "race" / "pyg" / "checkpoints" / "last.ckpt"
+    last.parent.mkdir(parents=True)
+    last.touch()
+    cfg, failing = OmegaConf.create({"paths": {"run": str(folder)}}), ["sar"]
+    best, reason, extra = auto._race(cfg, racers, 1.0, make, launch)
+    assert best.strategy == "pyg" and reason == "strategy=pyg goes on; strategy=sar failed: sar is out of memory."
+    parsed = OverridesParser.create().parse_override(extra[0])
+    assert parsed.value() == str(last)
+    failing.append("pyg")
+    with pytest.raises(GtrainError, match="sar is out"):
+        auto._race(cfg, racers, 1.0, make, launch)
+
+
+def test_a_candidate_that_refuses_the_job_is_passed_over() -> None:
+    first, second, third = Candidate("sar", ("mode=1",), 1), Candidate("sar", ("mode=3",), 2), Candidate("pyg", (), 3)
+    errors = {first: GtrainError("no such optimizer.")}
+    assert auto._accepted([first, second, third], errors.get, 1) == ([second], errors)
+    assert auto._accepted([first, second, third], errors.get, 2)[0] == [second, third]
+    assert auto._accepted([first, second, third], {}.get, 2)[0] == [first, third]
+    assert "(strategy=sar mode=1: no such optimizer)" in auto._reason_of_next(second, errors)
+
+
+def test_the_cores_are_at_most_those_of_the_control_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    for limit, expected in ((None, 8), (2.5, 2), (0.5, 1)):
+        monkeypatch.setattr(machine, "cpu_limit", lambda limit=limit: limit)
+        assert machine.this_machine().cores == expected
+    monkeypatch.undo()
+    file = tmp_path / "sys/fs/cgroup/cpu.max"
+    assert machine.cpu_limit(tmp_path) is None
+    file.parent.mkdir(parents=True)
+    for text, limit in (("max 100000", None), ("150000 100000", 1.5)):
+        file.write_text(text)
+        assert machine.cpu_limit(tmp_path) == limit
 
 
 def test_a_race_without_scores_says_so() -> None:
