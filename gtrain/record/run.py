@@ -138,8 +138,8 @@ class RunRecord:
     @property
     def _attempt(self) -> list[Row]:
         """The events since the job was started last."""
-        begins = [number for number, event in enumerate(self.events) if event["event"] in ("start", "job restarted")]
-        return self.events[begins[-1] if begins else 0 :]
+        starts = [number for number, event in enumerate(self.events) if event["event"] in ("start", "job restarted")]
+        return self.events[starts[-1] if starts else 0 :]
 
     @cached_property
     def status(self) -> str:

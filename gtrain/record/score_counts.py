@@ -44,7 +44,7 @@ class ScoreCounts:
         self._add(bins.astype(np.int64), both)
 
     def merge(self, other: ScoreCounts) -> None:
-        """Add the counts of another object, which keeps its own."""
+        """Add the counts of another object, which does not change."""
         shift = max(self.shift, other.shift)
         self._widen(shift)
         self._add(other.bins >> (shift - other.shift), other.counts)

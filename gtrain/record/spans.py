@@ -35,13 +35,13 @@ class SpanLog:
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
         """Name the waits that this thread counts meanwhile, and the one around it that is counted next."""
-        began, around = time.perf_counter(), getattr(self._names, "open", "")
+        start, around = time.perf_counter(), getattr(self._names, "open", "")
         self._names.open = name
         try:
             with self._outer(name):
                 yield
         finally:
-            self._names.open, self._names.closed = around, (began, name)
+            self._names.open, self._names.closed = around, (start, name)
 
     def add(self, track: str, name: str, start: float, end: float, **fields: Any) -> None:
         """Add a span from readings of ``time.perf_counter``."""
@@ -52,8 +52,8 @@ class SpanLog:
 
     def waited(self, posted: float, wait_start: float, now: float) -> None:
         """Add a wait, and the transfer that it waited for if that began earlier."""
-        began, name = getattr(self._names, "closed", (-math.inf, ""))
-        if began < wait_start:  # of another wait
+        start, name = getattr(self._names, "closed", (-math.inf, ""))
+        if start < wait_start:  # of another wait
             name = getattr(self._names, "open", "") or "wait: a reply"
         self.add("waits", name, wait_start, now)
         if posted != wait_start:
