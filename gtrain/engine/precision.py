@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from llvmlite import binding
 from torch import Tensor
 
 from gtrain.memory.reuse import empty
@@ -40,6 +42,18 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which operations on the device of ``x`` run in the dtypes of their arguments."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if in_autocast(device) else nullcontext()
+
+
+@functools.cache
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16. Without them torch takes longer than in float32."""
+    features = binding.get_host_cpu_features()
+    return any(features.get(name) for name in ("avx512bf16", "amx-bf16", "bf16"))
+
+
+def without_slow_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context that leaves autocast if the device of ``x`` has no instructions for products in its dtype."""
+    return nullcontext() if x.device.type != "cpu" or cpu_multiplies_bfloat16() else without_autocast(x)
 
 
 class AutocastState:

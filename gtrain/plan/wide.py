@@ -153,6 +153,12 @@ def add_edge_scores(estimate: Estimate, run: PlannedRun, edges: float, *, flops:
     )  # fmt: skip
 
 
+def score_flops(run: PlannedRun) -> float:
+    """Return the operations per second of scores by layers of torch: not in bfloat16 on a CPU that lacks it."""
+    low = str(run.config["trainer"]["precision"]).startswith("bf16")
+    return max(run.flops, run.cores * run.machine.flops) if low else run.flops
+
+
 def add_query_scores(estimate: Estimate, run: PlannedRun) -> None:
     """Add the cost of ``model.by_query``: one row of scores for each query, and steps that read and change all rows."""
     work = run.workload
@@ -163,7 +169,7 @@ def add_query_scores(estimate: Estimate, run: PlannedRun) -> None:
     queries = 2 * work.num_seeds if work.num_queries is None else work.num_queries
     estimate.add(
         ARITHMETIC, "scores of queries and their gradients", "6 * queries * rows * dim / flops",
-        queries=queries, rows=table.rows, dim=table.dim, flops=run.flops,
+        queries=queries, rows=table.rows, dim=table.dim, flops=score_flops(run),
     )  # fmt: skip
     estimate.add(
         BANDWIDTH, "softmax of the scores", "passes * queries * rows * item / stream",

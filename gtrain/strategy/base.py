@@ -295,6 +295,9 @@ class GraphStrategy(ParallelStrategy):
         self.check_start(trainer, self.lightning_module, data_of(trainer))
         self.check_module(self.lightning_module)
         self._check_edge_data(self.lightning_module)
+        slow = trainer_checks.slow_precision(str(trainer.precision), self.root_device, self.lightning_module)
+        if slow is not None:
+            self._warn_once(slow)
         super().setup(trainer)
         if self.root_device.type == "cuda" and self.world_size > 1:
             self._connect_devices()
@@ -325,10 +328,13 @@ class GraphStrategy(ParallelStrategy):
             return
         name, store = self._name_of(module), data.open_store()
         check_weights(module, store.facts, name)
-        for warning in unread_data(module, store, data.edge_data_read, name) if self.is_global_zero else []:
-            if warning not in self._logged_warnings:
-                log.warning("%s", warning)
-                self._logged_warnings.add(warning)
+        for warning in unread_data(module, store, data.edge_data_read, name):
+            self._warn_once(warning)
+
+    def _warn_once(self, warning: str) -> None:
+        if self.is_global_zero and warning not in self._logged_warnings:
+            log.warning("%s", warning)
+            self._logged_warnings.add(warning)
 
     def _name_of(self, module: Module) -> str:
         return self.model_name or type(network_of(module) or module).__name__

@@ -1,4 +1,4 @@
-"""Checks of the Trainer's settings that a strategy cannot honour, made before the run starts."""
+"""Checks of the Trainer's settings that a strategy cannot honour, or only slowly, made before the run starts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.nn import Module
+from torch_geometric.nn import Linear, MessagePassing
 
 from gtrain.data.batches.sampling import Sampling
+from gtrain.engine.precision import cpu_multiplies_bfloat16
 from gtrain.errors import ConfigError
 
 
@@ -71,3 +74,21 @@ def check_full_batch(name: str, trainer: pl.Trainer) -> None:
                 "graph, and cannot be cut into a fraction.",
                 hint=f"set trainer.limit_{split}_batches to 1 or to 0.",
             )
+
+
+def slow_precision(precision: str, device: torch.device, module: Module) -> str | None:
+    """Return a warning if layers compute in bfloat16 on a CPU that has no instructions for it; None if they do not.
+
+    Args:
+        precision: ``trainer.precision``.
+        device: of the parameters.
+        module: to be trained. Products outside of its layers may be in another precision.
+    """
+    if not precision.startswith("bf16") or device.type != "cpu" or cpu_multiplies_bfloat16():
+        return None
+    if not any(isinstance(layer, (torch.nn.Linear, Linear, MessagePassing)) for layer in module.modules()):
+        return None
+    return (
+        f"trainer.precision={precision}: this CPU has no instructions for bfloat16 (AVX512-BF16, AMX or Arm's), so "
+        "that matrix products take several times as long as with trainer.precision=32-true"
+    )

@@ -25,7 +25,7 @@ class SinglePlanner(Planner):
             wide.add_query_scores(estimate, run)
             return estimate
         if work.kind == wide.EMBEDDING:
-            wide.add_edge_scores(estimate, run, work.num_seeds, flops=run.flops, fused=False)
+            wide.add_edge_scores(estimate, run, work.num_seeds, flops=wide.score_flops(run), fused=False)
             wide.add_batch_scores(estimate, run, work.num_seeds / steps)
             wide.add_starts(estimate, run, steps)
             return estimate

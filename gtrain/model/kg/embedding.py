@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.engine.precision import without_autocast
+from gtrain.engine.precision import without_autocast, without_slow_autocast
 from gtrain.errors import ConfigError
 from gtrain.kernels import splitmix as mixing
 from gtrain.model.edge_model import EMBEDDED, NAMES, EdgeModel
@@ -353,7 +353,8 @@ class KGEmbedding(EdgeModel):
             group = self._groups[number]
             return group.loss((tables[group.spec.lhs], tables[group.spec.rhs]), edges, partial(draw, number))
 
-        return self._by_group(edges, loss)
+        with without_slow_autocast(edges.head):
+            return self._by_group(edges, loss)
 
     def _by_group(self, edges: Triples, compute: Callable[[int, Triples], Tensor]) -> Tensor:
         """Compute a value for each edge, group by group; return them in the order of the edges."""

@@ -14,6 +14,7 @@ from helpers import ok
 from torch import Tensor
 
 from gtrain.data.batches.edge_seeds import EdgeSeeds
+from gtrain.engine import precision
 from gtrain.errors import ConfigError
 from gtrain.model.kg import training
 from gtrain.model.kg.embedding import KGEmbedding
@@ -105,7 +106,27 @@ def test_both_ends_together_are_the_loss_of_the_edges(
         torch.testing.assert_close(mine.grad, wanted.grad, atol=1e-12, rtol=1e-12)
 
 
-def test_scores_in_bfloat16_are_summed_in_single_precision() -> None:
+@pytest.mark.parametrize("operator", ["complex_diagonal", "linear"])
+def test_a_cpu_that_lacks_bfloat16_multiplies_in_single_precision(
+    operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, every = module(operator=operator).float(), replace(edges(), end=1)
+    parameters = [model.entities[0].weight, *model.groups[0].scores.forwards.parameters()]
+
+    def step(low: bool) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            losses = model.losses(every)
+        return [losses, *torch.autograd.grad(losses.sum(), parameters)]
+
+    exact = step(low=False)
+    for fast in (False, True):
+        monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda fast=fast: fast)
+        equal = [torch.equal(mine, wanted) for mine, wanted in zip(step(low=True), exact, strict=True)]
+        assert not any(equal) if fast else all(equal)
+
+
+def test_scores_in_bfloat16_are_summed_in_single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: True)
     model, all_edges = module(by_query=True).float(), replace(edges(), end=1)
     exact = model.losses(all_edges)
     with torch.autocast("cpu", torch.bfloat16):
@@ -185,8 +206,8 @@ def test_strategies_that_train_both_ends_at_once_say_so(strategy: str, tmp_path:
 @pytest.mark.parametrize("by_query", [True, False])
 def test_a_run_in_bfloat16_ranks_in_single_precision(by_query: bool, tmp_path: Path) -> None:
     changed = f"model.by_query={str(by_query).lower()}"
-    for precision in ("32-true", "bf16-mixed"):
-        ok(gtrain(*JOB, changed, f"trainer.precision={precision}", f"hydra.run.dir={precision}", cwd=tmp_path))
+    for number in ("32-true", "bf16-mixed"):
+        ok(gtrain(*JOB, changed, f"trainer.precision={number}", f"hydra.run.dir={number}", cwd=tmp_path))
     exact, rounded = (
         json.loads((tmp_path / name / "summary.json").read_text())["metrics"] for name in ("32-true", "bf16-mixed")
     )
