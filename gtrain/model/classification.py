@@ -33,8 +33,8 @@ UNBALANCED = 1 / 3
 def default_score(module: pl.LightningModule, facts: dict[str, Any]) -> str:
     """Return the metric that selects the best checkpoint of a node task, unless ``model.score`` names one.
 
-    For numbers to predict it is the mean absolute error. With two unbalanced classes it is the AUC, since always
-    predicting the larger class has a high accuracy.
+    For numbers to predict it is the mean absolute error. With several labels per row, of which most are
+    0, or two unbalanced classes it is the AUC: predicting no label, or the larger class, has a high accuracy.
 
     Args:
         module: the model; the AUC is that of gtrain's classifiers.
@@ -43,9 +43,11 @@ def default_score(module: pl.LightningModule, facts: dict[str, Any]) -> str:
     """
     if facts.get("label_scale") is not None:
         return "val/mae"
+    if not isinstance(module, Classifier):
+        return "val/acc"
     counts = facts.get("train_classes") or []
-    unbalanced = isinstance(module, Classifier) and len(counts) == 2 and min(counts) < UNBALANCED * sum(counts)
-    return "val/auc" if unbalanced else "val/acc"
+    unbalanced = len(counts) == 2 and min(counts) < UNBALANCED * sum(counts)
+    return "val/auc" if module.multilabel or unbalanced else "val/acc"
 
 
 class Classifier(OptimizedModule):

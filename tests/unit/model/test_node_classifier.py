@@ -198,7 +198,8 @@ def test_the_macro_auc_leaves_out_classes_that_do_not_occur() -> None:
     assert math.isnan(computed(b, 3, True)["auc"])
 
 
-def test_the_default_score_of_two_unbalanced_classes_is_auc() -> None:
+def test_the_default_score_of_several_labels_or_two_unbalanced_classes_is_auc() -> None:
+    assert default_score(module(multilabel=True), {}) == "val/auc"
     assert default_score(module(), {"train_classes": [70, 30]}) == "val/auc"
     assert default_score(module(), {"train_classes": [2, 8]}) == "val/auc"
     assert default_score(module(), {"train_classes": [65, 35]}) == "val/acc"
