@@ -151,9 +151,10 @@ def groups_with(key: str, cfg: DictConfig) -> list[str]:
 
 
 def _holders(key: str, cfg: DictConfig) -> list[str]:
-    """Return the groups in a configuration, at any depth, that have a key."""
-    content = OmegaConf.to_container(cfg, resolve=False)
-    return [name.rpartition(".")[0] for name, _ in nested(content) if name.endswith(f".{key}")]
+    """Return the groups in a configuration, at any depth, that have a key; not the settings of an object of no type."""
+    content = dict(nested(OmegaConf.to_container(cfg, resolve=False)))
+    groups = [name.rpartition(".")[0] for name in content if name.endswith(f".{key}")]
+    return [group for group in groups if content.get(f"{group}._target_", "") is not None]
 
 
 def _setting(key: str, arguments: Sequence[str]) -> str:

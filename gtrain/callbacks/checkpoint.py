@@ -101,6 +101,9 @@ class RunCheckpoint(ModelCheckpoint):
         if self._saves_within_epochs:
             self._every_n_epochs = 1
 
+    monitor_key = "callbacks.checkpoint.monitor"
+    """The setting that named the score, in messages."""
+
     def select_by(self, monitor: str | None) -> None:
         """Set the score that selects the best checkpoint; None: the newest is the best."""
         self.monitor = monitor
@@ -250,7 +253,7 @@ class RunCheckpoint(ModelCheckpoint):
         logged = trainer.callback_metrics
         if self.monitor in (None, *logged) or not any(name.startswith("val") for name in logged):
             return
-        raise unknown_monitor("callbacks.checkpoint.monitor", str(self.monitor), logged)
+        raise unknown_monitor(self.monitor_key, str(self.monitor), logged)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore score and path of the best checkpoint, if the file exists."""

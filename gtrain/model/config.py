@@ -76,7 +76,8 @@ class ModuleConfig(Settings):
     score: Any = setting(
         None,
         "metric that selects the best checkpoint; null: `val/acc`, `val/auc` of several labels per row or if the "
-        "smaller of two classes has less than a third of the training labels, or `val/mae` if labels are numbers to predict",
+        "smaller of two classes has less than a third of the training labels, or `val/mae` if labels are numbers to "
+        "predict",
         type="str or null",
     )
     learn_features: Any = setting(False, "learn a feature row for each node without features", type="bool")

@@ -335,6 +335,8 @@ class Task:
             if not settings["limit_val_batches"]:
                 # Without validation the last epoch counts as the best.
                 callback.monitor = None
+            elif isinstance(callback, RunCheckpoint) and callback.monitor == self.config["model"].get("score"):
+                callback.monitor_key = "model.score"
             elif callback.monitor == "auto":
                 score = default_score(model, data.facts)
                 if isinstance(callback, RunCheckpoint):

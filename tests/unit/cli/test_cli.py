@@ -135,8 +135,9 @@ def test_an_unknown_verb_lists_the_verbs() -> None:
         (["lr=0.1"], ["the configuration has no key lr", "did you mean model.optimizer.lr=0.1"]),
         (
             ["model.lr=0.1"],
-            ["model has no key lr", "did you mean model.optimizer.lr=0.1 or model.sparse_optimizer.lr=0.1?"],
+            ["model has no key lr", "did you mean model.optimizer.lr=0.1?"],
         ),
+        (["model=kg", "lr=0.1"], ["did you mean model.optimizer.lr=0.1 or model.sparse_optimizer.lr=0.1?"]),
         (["max_epochs=3"], ["did you mean trainer.max_epochs=3?"]),
         (["optimizer.lr=0.1"], ["did you mean model.optimizer.lr=0.1"]),
         (["trainer.max_epochs=many"], ["trainer.max_epochs=many was set", "Integer", "HINT"]),

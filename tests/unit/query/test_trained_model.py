@@ -316,6 +316,10 @@ def test_names_with_equal_signs_are_names() -> None:
         take_options(["a"], NeighborOptions, "neighbors")
     assert Question.parse('"a, b", r ,?') == Question("a, b", "r ", None)
     assert Question.parse("?,b") == Question(None, None, "b")
+    assert Question.parse('"Weird Al" Yankovic,sings,?') == Question('"Weird Al" Yankovic', "sings", None)
+    assert Question.parse('"1990"^^xsd:date,r,"""x"", y"') == Question('"1990"^^xsd:date', "r", '"x", y')
+    assert Question.parse('"?", r,?') == Question("?", "r", None)
+    assert Question.parse("a,r,") == Question("a", "r", "")
 
 
 def test_questions_of_a_file_are_utf_8(tmp_path: Path) -> None:
