@@ -492,11 +492,14 @@ def write_parquet(
         node_type: of the nodes.
         predicts: ``class`` if the numbers are scores of classes: ``prediction`` is the best one; ``number`` if there is
             one number, the prediction; None: no such column. A node without numbers (NaN) has no prediction (null).
-        labels: the label that each class stands for, in the column ``label``; None: no such column.
+        labels: the label that each class stands for, in the column ``label``; None: no such column. Of more classes, as
+            with ``data.num_classes``, the last have no label (null).
     """
     fields = [*nodes.fields, ("values", pa.list_(pa.float32(), values.shape[1]))]
     fields += [] if predicts is None else [("prediction", pa.int64() if predicts == "class" else pa.float32())]
-    names = None if labels is None or predicts != "class" else pa.array(labels)
+    names = None
+    if labels is not None and predicts == "class":
+        names = pa.array([*labels, *[None] * (values.shape[1] - len(labels))])
     schema = pa.schema(fields if names is None else [*fields, ("label", names.type)])
     with pq.ParquetWriter(path, schema) as writer:
         for ids, block in blocks(values):

@@ -269,18 +269,20 @@ class LocalEdges:
 
     def into_rows(self, edge_index: Tensor, rows: Tensor, num_rows: int) -> EdgeBlocks:
         """Return the edges that end at the rows [E], below ``num_rows``, in place of their targets."""
-        self._check(edge_index)
+        self.check(edge_index)
         return LocalEdges(self.num_sources, num_rows, self._known)._grouped(edge_index[0], rows)
 
     def from_rows(self, edge_index: Tensor, rows: Tensor, num_rows: int) -> EdgeBlocks:
         """Return the edges that start at the rows [E], below ``num_rows``, in place of their sources."""
+        self.check(edge_index)
         return LocalEdges(num_rows, self.num_targets, self._known)._grouped(rows, edge_index[1])
 
     def _sorted(self, edge_index: Tensor) -> EdgeBlocks:
-        self._check(edge_index)
+        self.check(edge_index)
         return self._grouped(*edge_index.detach())
 
-    def _check(self, edge_index: Tensor) -> None:
+    def check(self, edge_index: Tensor) -> None:
+        """Raise ConfigError if there are too many edges, and IndexError if one names a node that does not exist."""
         check_count(edge_index)
         source, target = edge_index.detach()
         # Compiled loops do not check what they read. A GPU checks without the host, which would wait for it.

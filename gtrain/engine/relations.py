@@ -190,9 +190,10 @@ class LearnedRows:
         """Sort edges [2, E] of the types [E], whose sources have the ids [n], below ``nodes``.
 
         Raises:
-            IndexError: an id is out of range.
+            IndexError: an id is out of range, or an edge names a node that does not exist.
         """
         check_ids(ids, nodes)
+        edges.check(edge_index)
         edge_type = edge_type.long()
         rows, row_of_edge = torch.unique(edge_type * nodes + ids[edge_index[0]], return_inverse=True)
         pair = edge_type * edges.num_targets + edge_index[1]

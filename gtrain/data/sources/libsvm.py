@@ -131,6 +131,12 @@ class LibsvmData(RowData[LibsvmConfig]):
         """Return the labels as a matrix of zeros and ones, float ``[N, C]``."""
         labels = [rows.labels.astype(np.int64) for rows in files]
         width = self.num_classes or max(int(ids.max(initial=0)) for ids in labels) + 1
+        if width < 2 and not self.applied:
+            raise DataError(
+                f"{self.origin}: rows may have several labels, and no label is above 0",
+                hint="rows of several labels need two different ones at least; for one that is present or not, write "
+                "0 or 1 and set data.labels=single",
+            )
         for rows, ids in zip(files, labels, strict=True):
             if (position := first_true((ids < 0) | (ids >= width))) is not None:
                 raise DataError(

@@ -31,10 +31,10 @@ from gtrain.errors import ConfigError, DataError
 class TemporalData(GraphDataModule[TemporalConfig]):
     """A graph of events, one per line: ``source target time``, optionally with further columns.
 
-    Ids are integers, renumbered in ascending order unless they are 0..N-1, or strings, numbered in the order of first
-    mention; renumbered ids become names. Events are sorted by time. The class reads CollegeMsg of SNAP (``u v
-    unixtime``) as it is, and Wikipedia and Reddit of Kumar et al. 2019 (JODIE; ``user_id,item_id,timestamp,state_label,
-    features``) with ``bipartite=True`` and, for the features, ``features="4:"``.
+    Ids are integers, renumbered in ascending order unless they are 0..N-1, or strings (such as 007), numbered in the
+    order of first mention; renumbered ids become names. Events are sorted by time. The class reads CollegeMsg of SNAP
+    (``u v unixtime``) as it is, and Wikipedia and Reddit of Kumar et al. 2019 (JODIE; ``user_id,item_id,timestamp,
+    state_label,features``) with ``bipartite=True``; ``features="4:"`` also reads the features.
 
     Its settings are those of :class:`~gtrain.data.config.TemporalConfig`.
     """
@@ -122,7 +122,8 @@ def _compact(events: Events, column: Any) -> tuple[Ints, Any]:
     """
     try:
         ids = pc.cast(column, pa.int64()).to_numpy().copy()
-        is_decimal = not any(pc.any(pc.match_substring(column, mark)).as_py() for mark in "xX")  # Arrow also casts 0x10
+        # Arrow also casts 0x10, and 007 as 7.
+        is_decimal = not pc.any(pc.match_substring_regex(column, "^(-0|0.)")).as_py()
     except pa.ArrowInvalid:
         is_decimal = False
     if not is_decimal:

@@ -148,7 +148,7 @@ def infer(table: Table, name: str, choice: ColumnChoice, max_values: int) -> Col
         deviation = 1.0 if known.min() == known.max() else float(known.std()) or 1.0
         return replace(schema, mean=float(known.mean()), deviation=deviation, missing=missing)
     if kind in ("category", "list"):
-        items = _strings(column) if kind == "category" else _items(column, schema, table)[1]
+        items = _strings(column, name, table) if kind == "category" else _items(column, schema, table)[1]
         limit = choice.max_values if choice.max_values is not None else max_values
         values, other = _most_frequent(items, limit)
         return replace(schema, values=values, other=other, missing=missing and kind == "category")
@@ -176,7 +176,7 @@ def apply(table: Table, schema: ColumnSchema, choice: ColumnChoice) -> Block:
         return Block(np.stack(parts, axis=1).astype(np.float32), None, schema.num_columns, len(column))
     if schema.kind in ("category", "list"):
         if schema.kind == "category":
-            rows, items = np.arange(len(column)), _strings(column)
+            rows, items = np.arange(len(column)), _strings(column, schema.name, table)
         else:
             rows, items = _items(column, schema, table)
         items = _spelled(items, schema.values)
@@ -425,8 +425,14 @@ def whole_seconds(column: Any, name: str, table: Table, scale: float) -> Tensor:
     Raises:
         DataError: a time is missing, or neither a number nor a date.
     """
-    times = present(column, table)
+    times, types = present(column, table), pa.types
     kind = _kind(times)
+    # Of text, what is wrong is found by row.
+    if kind not in ("number", "date") and not (is_text(times.type) or types.is_null(times.type)):
+        raise DataError(
+            f"{table.place.key}: {table.where}: the column {name!r} holds {times.type}, and times are expected",
+            hint="name a column of numbers, or of dates",
+        )
     schema = ColumnSchema(name, kind if kind in ("number", "date") else "date")
     exact = _integers(times) if kind == "number" and scale == 1 else None
     values = _numbers(times, schema, table) * scale if exact is None else exact
@@ -445,11 +451,18 @@ def _integers(column: Any) -> Ints | None:
         return None
 
 
-def _strings(column: Any) -> Any:
+def _strings(column: Any, name: str, table: Table) -> Any:
     """Return values as strings: whole numbers without a fraction."""
     if pa.types.is_floating(column.type) and pc.all(is_whole(column)).as_py() is not False:
         column = column.cast(pa.int64())
-    return column.cast(pa.string())
+    try:
+        return column.cast(pa.string())
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:  # bytes that UTF-8 does not allow
+        raise DataError(
+            f"{table.place.key}: the column {name!r} of type {column.type} cannot be read as text: "
+            f"{str(error).splitlines()[0]}",
+            hint=f"write it as UTF-8, or leave it out: set {table.place.key}.columns.{name} to ignore",
+        ) from error
 
 
 def _items(column: Any, schema: ColumnSchema, table: Table) -> tuple[Ints, Any]:
@@ -468,9 +481,14 @@ def _items(column: Any, schema: ColumnSchema, table: Table) -> tuple[Ints, Any]:
         )
     whole = in_one_piece(column)
     counts = pc.fill_null(pc.list_value_length(whole), 0).to_numpy(zero_copy_only=False)
-    items = _strings(pc.list_flatten(whole))
+    flat = pc.list_flatten(whole)
+    items = _strings(flat, schema.name, table)
     if schema.separator is not None:
         items = pc.utf8_trim_whitespace(items)
+    if is_text(flat.type):
+        # Schemas of earlier releases have them as values.
+        absent = pa.array([text for text in table.place.missing if text not in schema.values], items.type)
+        items = pc.if_else(pc.is_in(items, absent), pa.scalar(None, items.type), items)
     return np.repeat(np.arange(len(whole)), counts), items
 
 

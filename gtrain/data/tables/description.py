@@ -250,8 +250,8 @@ def _edge(key: str, relation: str, value: Any, node_types: Sequence[str]) -> Edg
         weight=_name(key, "weight", entry),
         time=_name(key, "time", entry),
         split=_name(key, "split", entry),
-        undirected=bool(entry.get("undirected", False)),
-        optional=bool(entry.get("optional", False)),
+        undirected=_flag(key, "undirected", entry),
+        optional=_flag(key, "optional", entry),
     )
 
 
@@ -296,8 +296,25 @@ def _place(key: str, entry: Mapping[str, Any]) -> Place:
         frame=entry.get("frame"),
         separator=entry.get("separator"),
         header=_names(key, "header", entry),
-        missing=MISSING if entry.get("missing") is None else tuple(map(str, entry["missing"])),
+        missing=_missing(key, entry.get("missing")),
     )
+
+
+def _missing(key: str, value: Any) -> tuple[str, ...]:
+    """Return the texts that mean a missing value: one, or several of them."""
+    if value is None:
+        return MISSING
+    texts = [value] if isinstance(value, (str, int, float)) else value
+    if isinstance(texts, Sequence) and all(isinstance(text, (str, int, float)) for text in texts):
+        return tuple(map(str, texts))
+    raise ConfigError(f"{key}.missing={value} was set.", hint="give a text, or a list of texts.")
+
+
+def _flag(key: str, name: str, entry: Mapping[str, Any]) -> bool:
+    value = entry.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise ConfigError(f"{key}.{name}={value!r} was set.", hint="set true or false.")
 
 
 def _features(key: str, entry: Mapping[str, Any]) -> Features:

@@ -45,7 +45,7 @@ def as_table(frame: Any) -> Any:
             return frame.to_arrow()
         if hasattr(frame, "iloc"):
             return pa.Table.from_pandas(_with_index(frame), preserve_index=False).replace_schema_metadata()
-    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError) as error:
+    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError) as error:
         raise ConfigError(
             f"a data frame cannot be read: {str(error).splitlines()[0]}",
             hint="give each column values of one type: frame[column].astype(str).",
@@ -80,14 +80,14 @@ def _with_index(frame: Any) -> Any:
 def of_networkx(graph: Any, label: str | None) -> dict[str, Any]:
     """Return the settings ``nodes`` and ``edges`` of a graph of networkx.
 
-    Nodes that are neither all whole numbers nor all strings are named by ``str``.
+    Nodes that are neither all whole numbers of 64 bits nor all strings are named by ``str``.
 
     Raises:
-        ConfigError: two nodes have one name, or an attribute has values of different types.
+        ConfigError: two nodes have one name, or an attribute has values of different types or above 64 bits.
     """
     if not len(graph):
         raise ConfigError("a networkx graph without nodes was given.", hint="add nodes.")
-    whole = all(type(node) is int for node in graph)
+    whole = all(type(node) is int and -(2**63) <= node < 2**63 for node in graph)
     names = {node: node if whole else str(node) for node in graph}
     if len(set(names.values())) < len(names):
         raise ConfigError(
@@ -118,8 +118,8 @@ def _rows(rows: list[dict[str, Any]]) -> Any:
     names = dict.fromkeys(name for row in rows for name in row)
     try:
         return pa.table({str(name): [row.get(name) for row in rows] for name in names})
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
         raise ConfigError(
             f"the attributes of a networkx graph cannot be read: {str(error).splitlines()[0]}",
-            hint="give an attribute values of one type.",
+            hint="give an attribute values of one type, and whole numbers of at most 64 bits.",
         ) from error

@@ -284,6 +284,13 @@ class TableData(GraphDataModule[T]):
         several = trained.get("multilabel") if of_model else None
         read = read_labels(table, name, rows, num_nodes, of_model, several, nodes.labels.separator)
         if self.target in (None, nodes.type):
+            if read.y.dim() == 2 and len(read.classes) < 2 and self.task == "node" and not self.applied:
+                reason = f"the only label is {read.classes[0]!r}" if read.classes else "no row has a label"
+                raise DataError(
+                    f"{table.place.key}: the column {name!r} has lists of labels, and {reason}",
+                    hint="lists need two different labels at least; for one that is present or not, name a column of "
+                    "truth values",
+                )
             self._facts["label_values"] = read.classes
         return read.y
 
@@ -347,7 +354,7 @@ class TableData(GraphDataModule[T]):
     def _weights(self, table: Table, name: str) -> NDArray[np.float32]:
         column = present(table.column(name), table)
         try:
-            values = column.cast(pa.float64()).to_numpy()
+            values = column.cast(pa.float64(), safe=False).to_numpy()  # rounds whole numbers above 2^53
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             hint = "name a column of numbers"
             if is_text(column.type):
@@ -372,7 +379,15 @@ class TableData(GraphDataModule[T]):
         if column.null_count:
             row = first_true(column.is_null().to_numpy().astype(bool)) or 0
             raise DataError(f"{table.row(row)}: the column {name!r} has no relation", hint="give each edge a relation")
-        coded = in_one_piece(column.cast(pa.string())).dictionary_encode()
+        try:
+            texts = column.cast(pa.string())
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:  # also bytes that UTF-8 does not allow
+            reason = str(error).splitlines()[0]
+            raise DataError(
+                f"{table.place.key}: the column of relations {name!r} holds {column.type}: {reason}",
+                hint="name a column of strings or whole numbers",
+            ) from error
+        coded = in_one_piece(texts).dictionary_encode()
         codes, values = coded.indices.to_numpy(zero_copy_only=False), coded.dictionary.to_pylist()
         # One numbering for all tables.
         known = self._relation_values

@@ -151,6 +151,8 @@ class NodeKeys:
                 f"{len(self._form.columns)} columns: {', '.join(self._form.columns)}",
                 hint="name as many columns, in the same order",
             )
+        if self._origin is None:
+            self._join_form(table, columns)
         known = len(self._dictionary)
         ids = self._dictionary.encode(Keys.interleaved(texts(batch, columns, table, rows)))
         if self._origin is not None and (row := first_true(ids >= known)) is not None:
@@ -165,6 +167,16 @@ class NodeKeys:
             )
         return ids
 
+    def _join_form(self, table: Table, columns: tuple[str, ...]) -> None:
+        """Name nodes by strings where edges name them by columns of different types."""
+        assert self._form is not None
+        known, types = self._form.types, key_form(table, columns).types
+        if types != known:
+            # Whole numbers of both signs, or of text, are decided by their values.
+            self._is_text = self._is_text or table.text or {*known, *types} == {"int64", "uint64"}
+            joined = tuple(a if a == b else "string" for a, b in zip(known, types, strict=True))
+            self._form = replace(self._form, types=joined)
+
     def names(self) -> Any:
         """Return the names by id, a ``pyarrow`` array of strings; no further keys can be added or found.
 
@@ -176,7 +188,7 @@ class NodeKeys:
         """Return how these names, all of them, are written back; None if no table has named a node.
 
         A text file has strings alone: if the names are all whole numbers they are written as ``int64``, unless one has
-        another spelling, such as 007.
+        another spelling, such as 007. Without a node table, columns of different types give strings.
         """
         form = self._form
         if form is None or not self._is_text or len(form.columns) > 1 or not len(names):

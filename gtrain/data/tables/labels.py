@@ -32,8 +32,8 @@ SPLITS = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 """The splits by the words for them, in any case."""
-_CODE = "^[+-]?0[0-9xX]"
-"""Texts such as 01 and 0x1, which are codes and not numbers: 1 is another class."""
+_CODE = "^[+-]?(0[0-9xX]|[0-9]+[eE])"
+"""Texts such as 01, 0x1 and 1e0, which are codes and not numbers: 1 is another class. 1.0e+00 of numpy is a number."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,11 @@ def read_split(table: Table, name: str) -> NDArray[Any]:
         DataError: a value is no split; names file, row and value.
     """
     column = present(table.column(name), table)
+    if pa.types.is_nested(column.type):
+        raise DataError(
+            f"{table.place.key}: the column {name!r} holds {column.type}, and splits are expected",
+            hint="name a column with train, val or test in each row",
+        )
     values = pc.unique(column).to_pylist()
     splits = {value: None if value is None else SPLITS.get(str(value).lower(), value) for value in values}
     for value, split in splits.items():

@@ -253,7 +253,7 @@ class TextTable(_Files):
                 if known is None:
                     known = self._header(path)
                 return pa.csv.open_csv(
-                    str(path),
+                    self._source(path) if names is None else str(path),
                     # One thread: with several, messages do not tell the row.
                     pa.csv.ReadOptions(use_threads=False, column_names=names, block_size=1 << 22),
                     pa.csv.ParseOptions(delimiter=self._separators[path], newlines_in_values=True),
@@ -270,7 +270,17 @@ class TextTable(_Files):
     def _header(self, path: Path) -> list[str]:
         parsing = pa.csv.ParseOptions(delimiter=self._separators[path], newlines_in_values=True)
         options = pa.csv.ReadOptions(use_threads=False), parsing
-        return list(pa.csv.open_csv(str(path), *options).schema.names)
+        return list(pa.csv.open_csv(self._source(path), *options).schema.names)
+
+    def _source(self, path: Path) -> Any:
+        """Return what Arrow reads: the file, or a header alone with the line end that Arrow expects."""
+        text = b""
+        with pa.input_stream(str(path), compression="detect") as stream:
+            for size in (1 << 16, None):
+                text = text + stream.read(size)
+                if not {*b"\r\n"}.isdisjoint(text.lstrip(b"\r\n")):
+                    return str(path)
+        return pa.BufferReader(text + b"\n")
 
     def _separator(self, path: Path) -> str:
         """Return the separator: the one that was set, the file type's, or the most frequent one of the first line."""
@@ -387,8 +397,8 @@ def _read_as(dtype: Any) -> Any:
         return _read_as(dtype.value_type)
     if pa.types.is_string_view(dtype):
         return pa.large_string()
-    if is_list(dtype) and pa.types.is_string_view(dtype.value_type):
-        return pa.large_list(pa.large_string())
+    if is_list(dtype) and (pa.types.is_string_view(dtype.value_type) or pa.types.is_dictionary(dtype.value_type)):
+        return pa.large_list(_read_as(dtype.value_type))
     return dtype
 
 

@@ -459,6 +459,17 @@ def test_an_id_without_a_row_is_an_error(name: str, wrong: int, engine: LocalEng
         conv(ids, data["edge_index"], data["type"])
 
 
+@pytest.mark.parametrize("edge", [(NODES, 0), (0, 20), (0, 10**7), (-1, 0), (0, -1)])
+@pytest.mark.parametrize("name", OF_IDS)
+def test_an_edge_of_ids_to_no_node_is_an_error(name: str, edge: tuple[int, int], engine: LocalEngine) -> None:
+    conv, ids = OF_IDS[name](), torch.arange(NODES)
+    engine.install(conv)
+    x = ids if isinstance(conv, IdRGCNConv) else (ids, ids[:20])
+    wrong = (edge[0], NODES) if isinstance(conv, IdRGCNConv) and edge[1] == 20 else edge
+    with pytest.raises(IndexError, match="edge_index"):
+        conv(x, torch.tensor([[0, wrong[0]], [0, wrong[1]]]), torch.tensor([0, 1]))
+
+
 def test_attention_takes_a_row_for_each_node() -> None:
     blocks = LocalEdges(4, 3, {})(torch.tensor([[0, 3], [0, 2]]))
     for sources, logits, targets in ((3, 4, 3), (4, 3, 3), (4, 4, 2)):

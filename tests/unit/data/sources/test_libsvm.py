@@ -144,6 +144,7 @@ def test_labels(labels: list[str], options: dict[str, Any], y: list[Any], tmp_pa
         ("1 1:1\n-1 1:1\n\n2:1\n", {}, r"line 4: the row has 0 labels, and others one"),
         ("1\n0\n", {}, r"no row has a feature"),
         ("1,2,3\n4,5,6\n", {}, r"no row has a feature"),
+        ("0 1:1\n1:2\n", {"labels": "multi"}, r"no label is above 0"),
         ("1 1:1\n99999999999999999999 1:1\n", {}, r"line 2: the label 1e\+20 is too large"),
         ("0 1:1\n1 2147483648:1\n", {}, r"line 2: '2147483648:1' has a feature id above 2147483647"),
         ("1 1000000000000000000:1\n", {}, r"line 1: '1000000000000000000:1' has a feature id above 2147483647"),

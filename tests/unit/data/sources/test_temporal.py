@@ -147,3 +147,9 @@ def test_hexadecimal_ids_are_names(tmp_path: Path) -> None:
     module = events(tmp_path, "0x10 16 1\n16 0X1f 2\n")
     assert module.read().edge_index.tolist() == [[0, 1], [1, 2]]
     assert module.names()["node"].to_pylist() == ["0x10", "16", "0X1f"]
+
+
+def test_ids_that_begin_with_zeros_are_names(tmp_path: Path) -> None:
+    module = events(tmp_path, "007 7 1\n7 0 2\n")
+    assert module.read().edge_index.tolist() == [[0, 1], [1, 2]]
+    assert module.names()["node"].to_pylist() == ["007", "7", "0"]

@@ -83,6 +83,17 @@ def test_a_graph_of_networkx(tmp_path: Path) -> None:
     assert data.names()["node"].to_pylist() == ["a", "b"]
 
 
+def test_whole_numbers_above_64_bits_of_a_networkx_graph(tmp_path: Path) -> None:
+    networkx = pytest.importorskip("networkx")
+    graph = networkx.DiGraph([(2**70, 7), (7, -(2**63))])
+    data = GraphDataModule.from_networkx(graph, store=str(tmp_path))
+    assert data.read().edge_index.tolist() == [[0, 1], [1, 2]]
+    assert data.names()["node"].to_pylist() == [str(2**70), "7", str(-(2**63))]
+    graph.add_node(7, size=2**70)
+    with pytest.raises(ConfigError, match="(?s)attributes of a networkx graph cannot be read.*at most 64 bits"):
+        GraphDataModule.from_networkx(graph, store=str(tmp_path))
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_matrix_of_scipy(sparse: bool, tmp_path: Path) -> None:
     scipy = pytest.importorskip("scipy.sparse")

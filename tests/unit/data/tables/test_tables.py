@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.callbacks.predictions import NodeIds
+from gtrain.callbacks.predictions import NodeIds, write_parquet
 from gtrain.data.sources.tables import TablesData
 from gtrain.errors import DataError, GtrainError
 
@@ -191,6 +191,7 @@ WRONG = {
     "id,age\nann,20\n,30\n": "people.csv, line 3: the key 'id' has no value",
     "id,part\nann,train\nbob,tset\n": "people.csv, line 3: the column 'part' has 'tset', which is no split",
     "id,age\n": "people.csv has no rows",
+    "id,age": "people.csv has no rows",
     "id,age\nann,20\nbob,30,40\n": "people.csv, line 3: expected 2 columns, got 3: 'bob,30,40'",
 }
 
@@ -207,6 +208,11 @@ def test_a_table_of_edges_without_rows_is_named(write: Write, tmp_path: Path, ca
     nodes, edges = write("people.csv", "id,age\nann,20\nbob,30\n"), write("knows.csv", "source,target\n")
     assert data(tmp_path, nodes={"path": nodes}, edges={"path": edges}).read().edge_index.shape == (2, 0)
     assert "knows.csv has no rows: there are no such edges" in caplog.text
+    edges = write("bare.csv", "source,target")
+    assert data(tmp_path, nodes={"path": nodes}, edges={"path": edges}).read().edge_index.shape == (2, 0)
+    assert "bare.csv has no rows: there are no such edges" in caplog.text
+    alone = {"path": write("alone.csv", "ann"), "header": ["id"]}
+    assert data(tmp_path, nodes=alone).read().num_nodes == 1
 
 
 def test_wrong_values_of_declared_kinds(write: Write, tmp_path: Path) -> None:
@@ -310,6 +316,9 @@ def test_files_of_a_table_have_the_same_columns(tmp_path: Path) -> None:
         ({"nodes": {"path": "n.csv", "columns": {"a": "text"}}}, "there is no encoder"),
         ({"nodes": {"a": "a.csv", "b": "b.csv"}, "edges": {"r": "e.csv"}}, "data.edges.r has no source_type"),
         ({"nodes": {"path": "missing.csv"}}, "data.nodes.path=missing.csv: no such file"),
+        ({"edges": {"path": "e.csv", "undirected": "no"}}, "data.edges.undirected='no' was set.\n.*true or false"),
+        ({"edges": {"path": "e.csv", "optional": 1}}, "data.edges.optional=1 was set.\n.*true or false"),
+        ({"nodes": {"path": "n.csv", "missing": {"x": "?"}}}, "data.nodes.missing=.* was set.\n.*a list of texts"),
     ],
 )
 def test_what_a_user_may_mistype(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -589,9 +598,20 @@ def test_edges_of_a_column_of_splits_are_kept_under_other_splits(write: Write, t
     assert applied.facts["split"]["sizes"] == {"train": 4, "val": 0, "test": 0}
 
 
-def test_hexadecimal_texts_are_classes(write: Write, tmp_path: Path) -> None:
-    source = data(tmp_path, nodes={"path": write("codes.csv", "id,code\na,0x10\nb,16\nc,2\n"), "label": "code"})
-    assert source.read().y.tolist() == [0, 1, 2] and source.extra_facts()["label_values"] == ["0x10", "16", "2"]
+@pytest.mark.parametrize(
+    ("codes", "classes"),
+    [
+        (["0x10", "16", "2"], ["0x10", "16", "2"]),
+        (["100", "1E2", "1e2"], ["100", "1E2", "1e2"]),
+        (["1.000000e+00", "2", "3.000000e+00"], [1, 2, 3]),
+    ],
+)
+def test_hexadecimal_texts_and_those_with_an_exponent_are_classes(
+    codes: list[str], classes: list[Any], write: Write, tmp_path: Path
+) -> None:
+    text = "id,code\n" + "".join(f"{row},{code}\n" for row, code in enumerate(codes))
+    source = data(tmp_path, nodes={"path": write("codes.csv", text), "label": "code"})
+    assert source.read().y.tolist() == [0, 1, 2] and source.extra_facts()["label_values"] == classes
 
 
 def test_the_type_relation_is_reserved(write: Write, tmp_path: Path) -> None:
@@ -625,3 +645,108 @@ def test_floats_beyond_64_bits(value: float, tmp_path: Path) -> None:
     category = data(tmp_path, nodes={"frame": table, "columns": {"y": "category"}})
     assert category.read().x.sum(dim=1).tolist() == [1, 1, 1]
     assert len(category.extra_facts()["schema"]["nodes node"][0]["values"]) == 3
+
+
+@pytest.mark.parametrize(("missing", "value"), [("none", "none"), (-1, "-1"), ([-1, "?"], "-1")])
+def test_a_missing_value_is_a_text_or_several(missing: Any, value: str, write: Write, tmp_path: Path) -> None:
+    nodes = {"path": write("n.csv", f"id,x\na,3\nb,{value}\nc,5\n"), "missing": missing}
+    scaled = data(tmp_path, nodes=nodes).read().x
+    assert scaled.tolist() == [[-1, 0], [0, 1], [1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"), [([["red"], [], ["red"], None], "the only label is 'red'"), ([[], None, []], "no row has")]
+)
+def test_lists_of_labels_have_two_of_them(labels: list[Any], said: str, tmp_path: Path) -> None:
+    frame = pa.table({"id": range(len(labels)), "y": pa.array(labels, pa.list_(pa.string()))})
+    nodes = {"frame": frame, "label": "y"}
+    with pytest.raises(DataError, match=f"data.nodes: the column 'y' has lists of labels, and {said}"):
+        data(tmp_path, nodes=nodes).read()
+    edges = {"frame": pa.table({"source": [0], "target": [1]})}
+    assert data(tmp_path, nodes=nodes, edges=edges, task="link").read().y.size(1) < 2
+
+
+def test_classes_without_a_label_are_written_as_null(write: Write, tmp_path: Path) -> None:
+    nodes = {"path": write("n.csv", "id,y\na,red\nb,blue\n"), "label": "y"}
+    source = data(tmp_path, nodes=nodes, edges=write("e.csv", "source,target\na,b\n"), num_classes=3, num_parts=1)
+    source.prepare_data()
+    store, labels, scores = source.open_store(), source.facts["label_values"], np.eye(3, dtype=np.float32)[[2, 0]]
+    write_parquet(tmp_path / "out.parquet", scores, NodeIds.of(store, "node"), "node", predicts="class", labels=labels)
+    written = pq.read_table(tmp_path / "out.parquet")
+    assert written["prediction"].to_pylist() == [2, 0] and written["label"].to_pylist() == [None, "blue"]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "names"),
+    [
+        (pa.array([5, 6]), pa.array(["x", "6"]), pa.array(["5", "6", "x"])),
+        (pa.array(["x", "6"]), pa.array([5, 6]), pa.array(["x", "6", "5"])),
+        (pa.array([5, -6]), pa.array([7, 8], pa.uint64()), pa.array([5, -6, 7, 8])),
+        (pa.array([5, -6]), pa.array([7, 2**64 - 1], pa.uint64()), pa.array(["5", "-6", "7", str(2**64 - 1)])),
+        (pa.array([5, 6], pa.int32()), pa.array([7, 8]), pa.array([5, 6, 7, 8])),
+    ],
+)
+def test_edges_may_name_nodes_by_columns_of_different_types(
+    source: Any, target: Any, names: Any, tmp_path: Path
+) -> None:
+    frame = pa.table({"source": source, "target": target})
+    module = data(tmp_path, edges={"frame": frame}, task="link", split="random", num_parts=1)
+    module.prepare_data()
+    (written,) = NodeIds.of(module.open_store(), "node").arrays(np.arange(len(names)))
+    assert written.equals(names)
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_missing_items_of_a_list_are_none(is_text: bool, write: Write, tmp_path: Path) -> None:
+    nodes: dict[str, Any] = {"columns": {"tags": {"kind": "list", **({"separator": "|"} if is_text else {})}}}
+    if is_text:
+        nodes["path"] = write("n.csv", "id,tags\n1,a|b|\n2,NA\n3,NA| b\n4,?\n")
+    else:
+        nodes["frame"] = pa.table({"id": range(4), "tags": [["a", "b", ""], None, ["NA", "b"], ["?", None]]})
+    source = data(tmp_path, nodes={**nodes, "missing": ["", "NA", "?"]})
+    assert source.read().x.tolist() == [[1, 1], [0, 0], [0, 1], [0, 0]]
+    assert source.extra_facts()["schema"]["nodes node"][0]["values"] == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("role", "values", "said"),
+    [
+        ("time", pa.array([1, 2], pa.time32("s")), r"the column 'c' holds time32\[s\], and times are expected"),
+        ("time", pa.array([1, 2], pa.duration("s")), r"the column 'c' holds duration\[s\], and times are expected"),
+        ("time", pa.array([[1], [2]]), "the column 'c' holds list<.*>, and times are expected"),
+        ("relation", pa.array([["a"], ["b"]]), "the column of relations 'c' holds list<.*>: "),
+        ("relation", pa.array([b"a", b"\xff"]), "the column of relations 'c' holds binary: "),
+        ("split", pa.array([["train"], ["val"]]), "the column 'c' holds list<.*>, and splits are expected"),
+    ],
+)
+def test_types_that_do_not_suit_a_column_of_edges(role: str, values: Any, said: str, tmp_path: Path) -> None:
+    frame = pa.table({"source": ["a", "b"], "target": ["b", "c"], "c": values})
+    with pytest.raises(DataError, match=f"data.edges: .*{said}"):
+        data(tmp_path, edges={"frame": frame, role: "c"}, task="link").read()
+
+
+@pytest.mark.parametrize("kind", ["category", "list"])
+def test_bytes_that_are_no_text_are_refused(kind: str, tmp_path: Path) -> None:
+    values = [b"a", b"\xff"]
+    frame = pa.table({"id": [1, 2], "c": values if kind == "category" else [values, values]})
+    with pytest.raises(
+        DataError, match="data.nodes: the column 'c' of type binary cannot be read as text: Invalid UTF8"
+    ):
+        data(tmp_path, nodes={"frame": frame, "columns": {"c": kind}}).read()
+
+
+def test_weights_above_53_bits_are_rounded(tmp_path: Path) -> None:
+    frame = pa.table({"source": ["a", "b"], "target": ["b", "a"], "w": [2**53 + 1, 3]})
+    graph = data(tmp_path, edges={"frame": frame, "weight": "w"}, task="link").read()
+    assert graph.edge_weight.tolist() == [2.0**53, 3.0]
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_lists_of_categories(is_file: bool, tmp_path: Path) -> None:
+    lists = pa.array([["p"], ["p", "q"], None, ["q", None]], pa.list_(pa.dictionary(pa.int32(), pa.string())))
+    frame = pa.table({"id": range(4), "y": lists, "tags": lists})
+    pq.write_table(frame, tmp_path / "n.parquet")
+    place = {"path": str(tmp_path / "n.parquet")} if is_file else {"frame": frame}
+    graph = data(tmp_path, nodes={**place, "label": "y"}).read()
+    assert graph.y.tolist() == [[1, 0], [1, 1], [-1, -1], [0, 1]]
+    assert graph.x.tolist() == [[1, 0], [1, 1], [0, 0], [0, 1]]
