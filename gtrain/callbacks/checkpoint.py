@@ -74,9 +74,11 @@ class RunCheckpoint(ModelCheckpoint):
 
     Attributes:
         best_epoch: the epoch of the best checkpoint; None before the first, and without ``monitor``.
+        monitor_key: the setting that named the score, in messages.
     """
 
     best_epoch: int | None = None
+    monitor_key = "callbacks.checkpoint.monitor"
     _watches = False
     _stepped = 0  # global step after the last batch
     _earlier_score: Tensor | None = None  # at the end of the epoch before; the same tensor if it was not logged again
@@ -100,9 +102,6 @@ class RunCheckpoint(ModelCheckpoint):
         self._saves_within_epochs = within_epochs and self.monitor is not None and bool(self.save_last)
         if self._saves_within_epochs:
             self._every_n_epochs = 1
-
-    monitor_key = "callbacks.checkpoint.monitor"
-    """The setting that named the score, in messages."""
 
     def select_by(self, monitor: str | None) -> None:
         """Set the score that selects the best checkpoint; None: the newest is the best."""

@@ -328,7 +328,7 @@ class GraphStrategy(ParallelStrategy):
             return
         name, store = self._name_of(module), data.open_store()
         check_weights(module, store.facts, name)
-        for warning in unread_data(module, store, data.edge_data_read, name):
+        for warning in unread_data(module, store, data.edge_data_read, name) if self.is_global_zero else []:
             self._warn_once(warning)
 
     def _warn_once(self, warning: str) -> None:
